@@ -1,0 +1,164 @@
+"""What an engine does for the rest of shardtorch, in our nouns and torch tensors only."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardtorch.errors import ShardingError
+from shardtorch.mesh import NamedSharding
+
+Index = tuple[slice, ...]
+"""One slice per dim, with concrete start and stop: a box of a global tensor."""
+
+ReadShard = Callable[[Index], Tensor]
+"""Gives the part of a global tensor that `Index` names, on the CPU."""
+
+LayerBody = Callable[..., Tensor]
+"""`body(x, weights, *constants) -> x`: one layer, with `weights` by name and without the layer dim."""
+
+Step = TypeVar("Step", bound=Callable)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The devices that an engine runs on."""
+
+    platform: str
+    """`cpu` or `tpu`."""
+    device_kind: str
+    """The runtime's own name of the chip, such as `TPU v5p`, or `cpu`."""
+    num_devices: int
+    """Devices of all processes together; what a mesh is bound to."""
+    process_index: int
+    """This process, from 0."""
+    process_count: int
+    """Processes (hosts) that take part."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The piece of a global tensor that one device holds."""
+
+    index: Index
+    """Where the piece lies in the global tensor."""
+    data: Tensor
+    """The piece itself, on the CPU."""
+    replica: int
+    """0 for the one copy that a checkpoint writes, higher for further copies of the same box."""
+
+
+def check_part(part: Tensor, global_shape: Sequence[int], process_count: int) -> None:
+    """Checks that one process's rows are of the global tensor.
+
+    Raises:
+      ShardingError: The shapes disagree.
+    """
+    want = list(global_shape)
+    if want:
+        want[0] //= process_count
+    if list(part.shape) != want:
+        raise ShardingError(
+            f"each of {process_count} processes must give its equal share of the rows of a tensor of shape "
+            f"{tuple(global_shape)}.",
+            got=f"a part of shape {tuple(part.shape)}",
+            fix=f"give a part of shape {tuple(want)}.",
+        )
+
+
+class Engine(Protocol):
+    """The only way to a runtime.
+
+    Every engine passes the same contract tests. Tensors that an engine hands out live on its `device`.
+    """
+
+    name: str
+    device: torch.device
+
+    def inventory(self) -> Inventory:
+        """The devices that a mesh can be bound to."""
+        ...
+
+    def materialize(self, shape: Sequence[int], dtype: torch.dtype, sharding: NamedSharding, read: ReadShard) -> Tensor:
+        """Makes a global tensor from its shards.
+
+        `read` is called for boxes that this process's devices hold, never for more than one index of dim 0 at a time
+        if `sharding` leaves dim 0 of a tensor with three or more dims whole (a stack of layers): no process holds
+        more than one layer of such a tensor at once.
+
+        Args:
+          shape: Global shape.
+          dtype: What the tensor is stored in; `read` may return another one, which is converted.
+          sharding: Where the pieces go. Every sharded dim is divisible.
+          read: Gives a box of the global tensor on the CPU.
+        """
+        ...
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, sharding: NamedSharding) -> Tensor:
+        """A global tensor of zeros that is never whole on a device (unless `sharding` replicates it)."""
+        ...
+
+    def constrain(self, x: Tensor, sharding: NamedSharding) -> Tensor:
+        """Fixes the sharding of a value inside a graph, and of its gradient.
+
+        Args:
+          x: A value of the graph that is being traced.
+
+        Returns:
+          The same value, annotated. Use it in place of `x`.
+        """
+        ...
+
+    def annotate(self, x: Tensor, sharding: NamedSharding) -> Tensor:
+        """Shards leaf data in place, before it is ever replicated if it has not been used yet, and returns `x`;
+        for a value of a graph, does what `constrain` does.
+
+        Raises:
+          ShardingError: `x` is not on the engine's device.
+        """
+        ...
+
+    def put(self, part: Tensor, sharding: NamedSharding, global_shape: Sequence[int]) -> Tensor:
+        """Makes a global tensor from what this process has of it.
+
+        Args:
+          part: On the CPU: this process's rows of dim 0, of `global_shape[0] / process_count` rows, in process order.
+          global_shape: Shape of the tensor over all processes.
+        """
+        ...
+
+    def scan(
+        self, body: LayerBody, x: Tensor, weights: Mapping[str, Tensor], constants: Sequence[Tensor], *, remat: bool
+    ) -> Tensor:
+        """Applies `body` once per index of the weights' dim 0, as one loop of the graph, with gradients.
+
+        Args:
+          body: Pure. Its output has the shape and dtype of `x`.
+          x: What goes from one layer to the next.
+          weights: By name, each `[num_layers, ...]`.
+          constants: Further tensors that every layer gets; no gradient flows to them.
+          remat: Save only each layer's input and compute the layer again in the backward pass.
+        """
+        ...
+
+    def compile(self, step: Step) -> Step:
+        """The same function, run as one graph: everything it computes is dispatched once, when it returns."""
+        ...
+
+    def local_shards(self, x: Tensor, sharding: NamedSharding) -> list[Shard]:
+        """The pieces of `x` on this process's devices, copied to the CPU."""
+        ...
+
+    def sharding_of(self, x: Tensor) -> str:
+        """The sharding that the runtime itself reports for `x`, in XLA's notation; `""` if it reports none."""
+        ...
+
+    def num_compiles(self) -> int:
+        """Graphs compiled by this process so far."""
+        ...
+
+    def sync(self) -> None:
+        """Runs what is pending and waits until every device has finished."""
+        ...

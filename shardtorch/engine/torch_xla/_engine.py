@@ -1,0 +1,84 @@
+"""`TorchXlaEngine`: the verbs of the contract, each in a module of its own."""
+
+from collections.abc import Mapping, Sequence
+from functools import wraps
+
+import torch
+import torch_xla
+import torch_xla.debug.metrics as xla_metrics
+from torch import Tensor
+
+from shardtorch.engine import _contract
+from shardtorch.engine.torch_xla import _annotate, _placement, _scan, _start
+from shardtorch.errors import ShardingError
+from shardtorch.mesh import NamedSharding
+
+
+class TorchXlaEngine(_contract.Engine):
+    """GSPMD through torch_xla. Tensors are lazy: they are computed when a compiled step returns, or at `sync`."""
+
+    name = "torch_xla"
+
+    def __init__(self) -> None:
+        self.device = torch_xla.device()
+
+    def inventory(self) -> _contract.Inventory:
+        return _start.inventory()
+
+    def materialize(
+        self, shape: Sequence[int], dtype: torch.dtype, sharding: NamedSharding, read: _contract.ReadShard
+    ) -> Tensor:
+        return _placement.materialize(shape, dtype, sharding, read)
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, sharding: NamedSharding) -> Tensor:
+        return _placement.zeros(shape, dtype, sharding)
+
+    def constrain(self, x: Tensor, sharding: NamedSharding) -> Tensor:
+        return _annotate.constrain(x, sharding)
+
+    def annotate(self, x: Tensor, sharding: NamedSharding) -> Tensor:
+        if x.device.type != "xla":
+            raise ShardingError(
+                "only a tensor on the engine's device can be annotated.",
+                got=f"a tensor on {x.device}",
+                fix="move it with .to('xla') first, or use fully_shard for a whole module.",
+            )
+        if _scan.is_tracing() or type(x) not in (Tensor, torch.nn.Parameter) or not _annotate.is_data(x):
+            return _annotate.constrain(x, sharding)
+        return _annotate.place(x, sharding)
+
+    def put(self, part: Tensor, sharding: NamedSharding, global_shape: Sequence[int]) -> Tensor:
+        return _placement.put(part, sharding, global_shape)
+
+    def scan(
+        self,
+        body: _contract.LayerBody,
+        x: Tensor,
+        weights: Mapping[str, Tensor],
+        constants: Sequence[Tensor],
+        *,
+        remat: bool,
+    ) -> Tensor:
+        return _scan.scan(body, x, weights, constants, remat=remat)
+
+    def compile(self, step: _contract.Step) -> _contract.Step:
+        @wraps(step)
+        def run(*args, **kwargs):
+            out = step(*args, **kwargs)
+            torch_xla.sync()
+            return out
+
+        return run
+
+    def local_shards(self, x: Tensor, sharding: NamedSharding) -> list[_contract.Shard]:
+        return _placement.local_shards(x, sharding)
+
+    def sharding_of(self, x: Tensor) -> str:
+        return _annotate.sharding_of(x)
+
+    def num_compiles(self) -> int:
+        data = xla_metrics.metric_data("CompileTime")
+        return data[0] if data else 0
+
+    def sync(self) -> None:
+        torch_xla.sync(wait=True)

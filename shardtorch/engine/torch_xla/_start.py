@@ -1,0 +1,123 @@
+"""Starts the runtime, or says why it can't be started: after the fact torch_xla only crashes.
+
+Private symbol of torch_xla 2.9.0: `_XLAC._xla_get_spmd_config_is_locked`.
+"""
+
+import os
+import sys
+import warnings
+
+from shardtorch.engine._contract import Inventory
+from shardtorch.errors import EngineUnavailableError
+
+_LAUNCHERS = {
+    "PJRT_LOCAL_PROCESS_COUNT": "torch_xla.launch or xmp.spawn",
+    "LOCAL_WORLD_SIZE": "torchrun",
+}
+
+
+def check_environment(num_devices: int | None) -> str:
+    """The platform to start, once nothing stands in the way.
+
+    Raises:
+      EngineUnavailableError: Several processes share this host's devices, or the device count can't be had.
+    """
+    for variable, launcher in _LAUNCHERS.items():
+        if int(os.environ.get(variable, "1")) > 1:
+            raise EngineUnavailableError(
+                "one process per host drives all of its devices.",
+                got=f"a launch of several processes by {launcher} ({variable}={os.environ[variable]})",
+                fix="start the program once per host, with plain python.",
+            )
+    platform = os.environ.setdefault("PJRT_DEVICE", "TPU" if _has_tpu() else "CPU")
+    if platform == "CPU" and num_devices is not None:
+        virtual = os.environ.get("CPU_NUM_DEVICES")
+        if virtual is not None and int(virtual) != num_devices:
+            raise EngineUnavailableError(
+                f"the number of virtual CPU devices is fixed by CPU_NUM_DEVICES={virtual} in the environment.",
+                got=f"{num_devices} devices",
+                fix=f"unset CPU_NUM_DEVICES, or ask for {virtual}.",
+            )
+        os.environ["CPU_NUM_DEVICES"] = str(num_devices)
+    return platform
+
+
+def _has_tpu() -> bool:
+    """Whether this is a TPU VM: chips show as /dev/accel0... or, from v5p on, as /dev/vfio/0..."""
+    if os.path.exists("/dev/accel0"):
+        return True
+    return os.path.isdir("/dev/vfio") and any(name.isdigit() for name in os.listdir("/dev/vfio"))
+
+
+def start_runtime(num_devices: int | None) -> None:
+    """Switches torch_xla to SPMD and checks what came up.
+
+    Raises:
+      EngineUnavailableError: torch_xla is not installed, was used before, or has another number of devices.
+    """
+    already_imported = "torch_xla" in sys.modules
+    try:
+        import torch_xla
+    except ImportError as error:
+        raise EngineUnavailableError(
+            "the torch_xla engine needs torch_xla==2.9.0 beside torch==2.9.0.",
+            got=f"import failed: {error}",
+            fix="pip install torch==2.9.0 torch_xla==2.9.0",
+        ) from error
+    import torch_xla.runtime as xr
+
+    if not xr.is_spmd():
+        # After a device, a seed or a tensor on "xla" has been touched, use_spmd() is a segmentation fault later on.
+        if already_imported and torch_xla._XLAC._xla_get_spmd_config_is_locked():
+            raise EngineUnavailableError(
+                "the engine must start before torch_xla touches a device.",
+                got="a device, a seed or a tensor on 'xla' was used earlier in this process",
+                fix="call shardtorch.start(...) at the top of the program, before anything on 'xla'.",
+            )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            xr.use_spmd()
+    found = xr.global_runtime_device_count()
+    if num_devices is not None and found != num_devices:
+        raise EngineUnavailableError(
+            "the engine must run on all devices that the runtime has.",
+            got=f"{num_devices} devices asked for, {found} there",
+            fix=f"ask for {found}"
+            + (
+                ", or start a new process: the number of virtual devices is fixed once one was used."
+                if xr.device_type() == "CPU"
+                else "."
+            ),
+        )
+    if xr.process_count() > 1:
+        _join_hosts()
+
+
+def _join_hosts() -> None:
+    """Connects the hosts for what they do together besides computing, such as saving a checkpoint."""
+    import torch.distributed as dist
+    import torch_xla.distributed.xla_backend  # noqa: F401  registers the xla:// rendezvous
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", init_method="xla://")
+
+
+def inventory() -> Inventory:
+    """See `Engine.inventory`."""
+    import torch_xla.runtime as xr
+
+    platform = (xr.device_type() or "CPU").lower()
+    return Inventory(
+        platform,
+        _chip_name() if platform == "tpu" else platform,
+        xr.global_runtime_device_count(),
+        xr.process_index(),
+        xr.process_count(),
+    )
+
+
+def _chip_name() -> str:
+    """The generation as `SliceTopology` names it; the metadata calls a v5e `v5litepod`."""
+    from torch_xla._internal import tpu
+
+    return {"v5litepod": "v5e"}.get(kind := tpu.get_tpu_type(), kind)

@@ -1,0 +1,115 @@
+"""`inspect`: how a model lies on a mesh, from its plan alone."""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from shardtorch.config import InspectConfig
+from shardtorch.mesh import Mesh
+from shardtorch.models import LlamaConfig
+from shardtorch.run._model import build_model, model_config
+
+_ITEMSIZE = 4  # parameters, gradients and moments are float32
+_COPIES = {"parameters": 1, "gradients": 1, "optimizer": 2}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter, or one that all layers have."""
+
+    parameter: str
+    """Its name; with `*` for the layer, it stands for `num_layers` of them."""
+    num_layers: int
+    """How many of them there are."""
+    shape: tuple[int, ...]
+    """Global shape of one."""
+    spec: str
+    shard_shape: tuple[int, ...]
+    """What a device holds of one."""
+    replicas: int
+    """Devices that hold the same piece."""
+    bytes_per_device: int
+    """Of all layers together, stored in float32."""
+
+
+def rows(shape: LlamaConfig, mesh: Mesh) -> list[Row]:
+    """The parameters of a model on a mesh.
+
+    Raises:
+      ShardingError: The plan does not fit the mesh.
+    """
+    model, plan = build_model(shape, mesh)
+    # One layer stands for all, as in training, where each weight of the layers is one stack.
+    shapes = {
+        name.replace("layers.0.", "layers.*."): tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if not name.startswith("layers.") or name.startswith("layers.0.")
+    }
+    table = []
+    for name, sharding in plan.resolve(shapes, mesh).items():
+        num_layers = shape.num_layers if "*" in name else 1
+        table.append(
+            Row(
+                name,
+                num_layers,
+                shapes[name],
+                repr(sharding.spec),
+                sharding.shard_shape(shapes[name]),
+                sharding.num_replicas,
+                num_layers * sharding.bytes_per_device(shapes[name], _ITEMSIZE),
+            )
+        )
+    return table
+
+
+def inspect(config: InspectConfig, console: Console | None = None) -> None:
+    """Prints the plan as a table, or as JSON.
+
+    Raises:
+      ShardtorchError: No such model, or a mesh that does not fit it.
+    """
+    console = console or Console()
+    shape, mesh = model_config(config.model), Mesh.parse(config.mesh)
+    table = rows(shape, mesh)
+    per_device = sum(row.bytes_per_device for row in table)
+    totals = {
+        "num_parameters": sum(math.prod(row.shape) * row.num_layers for row in table),
+        "bytes_per_device": {what: copies * per_device for what, copies in _COPIES.items()},
+    }
+    if config.json:
+        facts = {"model": config.model, "mesh": repr(mesh), **totals, "parameters": [asdict(row) for row in table]}
+        console.print_json(json.dumps(facts))
+        return
+    out = Table(title=f"{config.model} on {mesh!r}, {mesh.size} device(s)", title_justify="left")
+    out.add_column("parameter", no_wrap=True)
+    for column in ("layers", "shape", "spec", "shard", "replicas", "MiB/device"):
+        out.add_column(column, justify="left" if column in ("shape", "spec", "shard") else "right", no_wrap=True)
+    for row in table:
+        out.add_row(
+            row.parameter,
+            str(row.num_layers),
+            _times(row.shape),
+            row.spec,
+            _times(row.shard_shape),
+            str(row.replicas),
+            f"{row.bytes_per_device / 2**20:,.2f}",
+        )
+    console.print(out)
+    state = sum(_COPIES.values()) * per_device
+    console.print(
+        f"{totals['num_parameters']:,} parameters. Per device, in float32: "
+        f"parameters {_gib(per_device)}, gradients {_gib(per_device)}, AdamW moments {_gib(2 * per_device)}; "
+        f"together {_gib(state)}, activations not counted.",
+        highlight=False,
+    )
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.3f} GiB"

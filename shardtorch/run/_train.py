@@ -1,0 +1,225 @@
+"""`train`: from settings to a trained model."""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from shardtorch.config import TrainConfig
+from shardtorch.engine import Engine, start
+from shardtorch.errors import CheckpointError, ConfigError
+from shardtorch.fsdp import fully_shard
+from shardtorch.mesh import Mesh, NamedSharding, P, SliceTopology
+from shardtorch.models import LlamaConfig
+from shardtorch.run._generate import sample
+from shardtorch.run._model import batch_axes, build_model, model_config
+from shardtorch.train import (
+    Corpus,
+    Display,
+    Loop,
+    MetricsLog,
+    Schedule,
+    Summary,
+    TrainState,
+    adamw,
+    heldout_batches,
+    latest_checkpoint,
+    make_eval_step,
+    make_step,
+    prepare,
+    train_loader,
+    zlib_bits_per_byte,
+)
+
+_MAY_DIFFER = {"out", "devices", "mesh", "dcn", "engine", "cache", "steps", "resume", "eval_every_steps",
+               "save_every_steps", "keep_checkpoints", "sample_tokens", "loss_chunks", "remat"}  # fmt: skip
+"""Settings that a resumed run may change: they don't change what is learned, up to rounding."""
+
+
+def train(config: TrainConfig, console: Console | None = None) -> Summary:
+    """Trains a model, with metrics, evaluations and checkpoints in `config.out`, and prints a sample of its text.
+
+    Args:
+      config: What to do.
+      console: Where to show it.
+
+    Returns:
+      How it went; `out/summary.json` holds the same.
+
+    Raises:
+      ShardtorchError: One of its kinds, for whatever in the settings, the data, the folder or the devices doesn't fit.
+    """
+    console = console or Console()
+    shape = model_config(config.model)
+    if config.seq_len > shape.max_seq_len:
+        raise ConfigError(
+            f"{config.model} reads at most {shape.max_seq_len} tokens.",
+            got=f"seq_len={config.seq_len}",
+            fix=f"use --seq-len {shape.max_seq_len}.",
+        )
+    checkpoints = config.out / "checkpoints"
+    resume_from = _resume_from(config, checkpoints)
+    mesh = config.parse_mesh()
+    engine = _start(config, mesh)
+    inventory = engine.inventory()
+    mesh = mesh.bind(inventory.num_devices) if engine.name != "reference" else mesh.bind(1)
+    batch_sharding = NamedSharding(mesh, P(*batch_axes(mesh)))
+    _check_batch(config, batch_sharding)
+    model, plan = build_model(shape, mesh)
+
+    corpus = prepare(config.data, shape.vocab_size, config.cache, text_field=config.text_field, console=console)
+    processes = {"process_index": inventory.process_index, "process_count": inventory.process_count}
+    loader = train_loader(corpus, config.global_batch_size, config.seq_len, config.seed, **processes)
+    heldout = heldout_batches(corpus, config.global_batch_size, config.seq_len, **processes)
+    reference = zlib_bits_per_byte(corpus.heldout_text())
+    header = {
+        "model": f"{config.model}, {shape.num_parameters / 1e6:,.1f} million parameters",
+        "mesh": f"{mesh!r} on {inventory.num_devices} {inventory.device_kind} device(s), engine {engine.name}",
+        "data": f"{config.data}, {len(corpus.train):,} tokens; held out {corpus.num_heldout_bytes:,} bytes",
+        "out": str(config.out),
+    }
+    with (
+        MetricsLog(config.out, _step_of(resume_from)) as log,
+        Display(console, config.steps, _step_of(resume_from) or 0, header) as display,
+    ):
+        with display.waiting("placing the parameters, shard by shard"):
+            fully_shard(
+                model,
+                mesh,
+                axis=None,  # the rules say it all
+                plan=plan,
+                init=model.initializers(),
+                seed=config.seed,
+                stack="layers",
+                remat=config.remat,
+                compute_dtype=torch.bfloat16 if config.compute_dtype == "bfloat16" else None,
+                engine=engine,
+            )
+            optimizer = adamw(model, beta1=config.beta1, beta2=config.beta2, weight_decay=config.weight_decay)
+        state = TrainState(0, model, optimizer)
+        extra = {"config": _as_json(config), "model": dataclasses.asdict(shape), "data": corpus.fingerprint}
+        if resume_from is not None:
+            with display.waiting(f"resuming from {resume_from}"):
+                _check_same_run(state.restore(resume_from), extra, resume_from)
+        if inventory.process_index == 0:
+            _copy_tokenizer(corpus, config.out)
+        loop = Loop(
+            engine=engine,
+            batch_sharding=batch_sharding,
+            global_batch_size=config.global_batch_size,
+            step=make_step(model, optimizer, clip_norm=config.clip_norm, loss_chunks=config.loss_chunks),
+            eval_step=make_eval_step(model, loss_chunks=config.loss_chunks),
+            schedule=Schedule(config.lr, config.warmup_steps, config.decay_steps),
+            batches=lambda k: loader[k],
+            heldout=heldout,
+            num_heldout_bytes=corpus.num_heldout_bytes,
+            reference_bits_per_byte=reference,
+            flops_per_token=shape.flops_per_token(config.seq_len),
+            peak_flops=_peak_flops(inventory.platform, inventory.device_kind, inventory.num_devices),
+            eval_every_steps=config.eval_every_steps,
+            save_every_steps=config.save_every_steps,
+            save=lambda state: state.save(checkpoints, extra, keep=config.keep_checkpoints),
+        )
+        summary = loop.run(state, config.steps, log, display)
+    if inventory.process_index == 0:
+        _report(config, shape, mesh, summary, reference, console)
+    return summary
+
+
+def _resume_from(config: TrainConfig, checkpoints: Path) -> Path | None:
+    """The checkpoint to go on from; None for a fresh run."""
+    if not config.resume:
+        return None
+    newest = latest_checkpoint(checkpoints)
+    if newest is None:
+        raise CheckpointError(
+            f"{config.out}: there must be a checkpoint to resume from.",
+            got=f"none in {checkpoints}",
+            fix="start the run without --resume, or name its folder with --out.",
+        )
+    if (step := _step_of(newest) or 0) > config.steps:
+        raise ConfigError(
+            f"{config.out}: the run is past the step to train until.",
+            got=f"step {step}, steps={config.steps}",
+            fix=f"use --steps with more than {step}.",
+        )
+    return newest
+
+
+def _step_of(checkpoint: Path | None) -> int | None:
+    return None if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
+
+
+def _start(config: TrainConfig, mesh: Mesh) -> Engine:
+    if config.engine == "reference":
+        return start("reference", num_devices=config.devices)
+    on_cpu = os.environ.get("PJRT_DEVICE", "CPU") == "CPU"
+    num_devices = config.devices or (mesh.size if mesh.is_bound and on_cpu else None)
+    if num_devices is not None:
+        mesh.bind(num_devices)  # says what doesn't fit before anything starts
+    return start(num_devices=num_devices)
+
+
+def _check_batch(config: TrainConfig, sharding: NamedSharding) -> None:
+    sharding.validate((config.global_batch_size, config.seq_len), "the batch [global_batch_size, seq_len]")
+
+
+def _check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
+    """A resumed run goes on with what it began with."""
+    before, after = saved.get("config", {}), now["config"]
+    differing = [name for name in after if name not in _MAY_DIFFER and before.get(name) != after[name]]
+    if saved.get("data") != now["data"] and "data" not in differing:
+        raise ConfigError(
+            f"{path}: a run must be resumed on the text that it began with.",
+            got="the text, or what is done to it, has changed",
+            fix="restore the text, or start a new run with another --out.",
+        )
+    if differing:
+        raise ConfigError(
+            f"{path}: a run must be resumed with the settings that it began with.",
+            got="; ".join(f"{name}: {before.get(name)!r} then, {after[name]!r} now" for name in differing),
+            fix="give the same values as then, or start a new run with another --out.",
+        )
+
+
+def _peak_flops(platform: str, generation: str, num_devices: int) -> float | None:
+    """Peak of all devices together, in FLOP/s; None where it isn't published, as for virtual CPU devices."""
+    if platform != "tpu":
+        return None
+    chip = SliceTopology(generation, (2, 2) if generation in ("v5e", "v6e") else (2, 2, 1))
+    return chip.bf16_flops / chip.devices_per_chip * num_devices
+
+
+def _copy_tokenizer(corpus: Corpus, out: Path) -> None:
+    shutil.copyfile(corpus.tokenizer_path, out / "tokenizer.json")
+
+
+def _as_json(config: TrainConfig) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in vars(config).items()}
+
+
+def _report(
+    config: TrainConfig, shape: LlamaConfig, mesh: Mesh, summary: Summary, reference: float, console: Console
+) -> None:
+    facts = dataclasses.asdict(summary) | {
+        "zlib_bits_per_byte": reference,
+        "mesh": repr(mesh),
+        "num_parameters": shape.num_parameters,
+        "config": _as_json(config),
+    }
+    if config.sample_tokens and not summary.interrupted:
+        text = sample(config.out, prompt="The ", max_new_tokens=config.sample_tokens)
+        facts["sample"] = text
+        console.print("\n[bold]A sample of its text[/bold]")
+        console.print(text, markup=False, highlight=False)
+    (config.out / "summary.json").write_text(json.dumps(facts, indent=2) + "\n")
+    bits = summary.eval.bits_per_byte
+    console.print(f"\nheld-out text: {bits:.3f} bits per byte (zlib -9 needs {reference:.3f})")
+    if summary.interrupted:
+        console.print(f"stopped after step {summary.step}; go on with: --resume --out {config.out}")

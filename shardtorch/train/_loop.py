@@ -1,0 +1,184 @@
+"""The loop: batches in, metrics out, evaluations and checkpoints on time."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardtorch.engine import Engine
+from shardtorch.mesh import NamedSharding, P
+from shardtorch.train._data import bits_per_byte
+from shardtorch.train._display import Display
+from shardtorch.train._metrics import MetricsLog, StepMetrics
+from shardtorch.train._optim import Schedule
+from shardtorch.train._state import TrainState
+from shardtorch.train._step import EvalStep, TrainStep
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss on the held-out text."""
+
+    step: int
+    loss: float
+    """Mean over the scored tokens, in nats per token."""
+    bits_per_byte: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run went."""
+
+    step: int
+    """Last step done."""
+    eval: Evaluation
+    """Of that step."""
+    train_step_compiles: int
+    """Graphs compiled by calls of the training step: 1."""
+    compiles: int
+    """Graphs compiled by this process, placement of the parameters included."""
+    compiles_after_step_1: int
+    """Of these, after this process's first step: 0."""
+    interrupted: bool
+    """Whether a signal ended the run before its last step."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What the loop needs. `run` is the loop."""
+
+    engine: Engine
+    batch_sharding: NamedSharding
+    """Of `tokens` and `targets`, `[batch, seq]`."""
+    global_batch_size: int
+    """In sequences."""
+    step: TrainStep
+    eval_step: EvalStep
+    schedule: Schedule
+    batches: Callable[[int], Mapping[str, np.ndarray]]
+    """`batches(k)` gives this process's rows of the batch of update k + 1."""
+    heldout: Sequence[Mapping[str, np.ndarray]]
+    """This process's rows of the held-out batches."""
+    num_heldout_bytes: int
+    """Bytes of text behind them, in all processes."""
+    reference_bits_per_byte: float
+    """What zlib needs for that text; shown beside the model's figure."""
+    flops_per_token: float
+    """Model FLOPs of training on one token."""
+    peak_flops: float | None
+    """Peak FLOP/s of all devices together; None if unknown."""
+    eval_every_steps: int
+    save_every_steps: int
+    save: Callable[[TrainState], Any]
+
+    def run(self, state: TrainState, last_step: int, log: MetricsLog, display: Display) -> Summary:
+        """Trains until `last_step`, or until SIGINT or SIGTERM asks to stop; then saves, either way.
+
+        Evaluates before the first step too: that compiles the evaluation, so nothing compiles after step 1.
+        """
+        train_step, eval_step = self.engine.compile(self.step), self.engine.compile(self.eval_step)
+        with display.waiting("compiling the evaluation"):
+            evaluation = self._evaluate(eval_step, state.step, log, display)
+        before_first = after_first = self.engine.num_compiles()
+        compiles_in_steps = 0
+        pending: tuple[int, float, Tensor] | None = None  # a step's metrics are read once the next step is under way
+        began, first, saved = time.perf_counter(), state.step + 1, state.step
+        with _stop_requested() as stop:
+            while state.step < last_step and not stop():
+                batch = self._put(self.batches(state.step))
+                lr = self.schedule(state.step + 1)
+                lr_tensor = self._replicate(torch.tensor(lr))
+                before = self.engine.num_compiles()
+                metrics = train_step(batch["tokens"], batch["targets"], lr_tensor)
+                compiles_in_steps += self.engine.num_compiles() - before
+                state.step += 1
+                if state.step == first:
+                    after_first = self.engine.num_compiles()
+                if pending is not None:
+                    began = self._report(pending, began, log, display)
+                pending = (state.step, lr, metrics)
+                evaluate = state.step % self.eval_every_steps == 0 or state.step == last_step
+                save = state.step % self.save_every_steps == 0
+                if evaluate or save:
+                    began = self._report(pending, began, log, display)
+                    pending = None
+                    if evaluate:
+                        evaluation = self._evaluate(eval_step, state.step, log, display)
+                    if save:
+                        self.save(state)
+                        saved = state.step
+                    began = time.perf_counter()
+            if pending is not None:
+                self._report(pending, began, log, display)
+            if evaluation.step != state.step:
+                evaluation = self._evaluate(eval_step, state.step, log, display)
+            if saved != state.step:
+                self.save(state)
+        total = self.engine.num_compiles()
+        steps_ran = state.step >= first
+        return Summary(
+            state.step,
+            evaluation,
+            compiles_in_steps,
+            total,
+            total - (after_first if steps_ran else before_first),
+            interrupted=state.step < last_step,
+        )
+
+    def _report(self, pending: tuple[int, float, Tensor], began: float, log: MetricsLog, display: Display) -> float:
+        """Reads a step's metrics, which waits for it to finish. Returns when that was."""
+        step, lr, metrics = pending
+        loss, grad_norm = metrics.cpu().tolist()
+        now = time.perf_counter()
+        tokens_per_s = self.global_batch_size * self._seq_len / (now - began)
+        mfu = None if self.peak_flops is None else self.flops_per_token * tokens_per_s / self.peak_flops
+        reported = StepMetrics(step, loss, grad_norm, lr, tokens_per_s, now - began, mfu)
+        log.step(reported)
+        display.step(reported)
+        return now
+
+    def _evaluate(self, eval_step: EvalStep, step: int, log: MetricsLog, display: Display) -> Evaluation:
+        totals = [eval_step(**self._put(batch)) for batch in self.heldout]
+        nll = sum(total.cpu().item() for total in totals)
+        num_tokens = sum(int((batch["targets"] >= 0).sum()) for batch in self.heldout)
+        num_tokens *= self.engine.inventory().process_count  # every process has the same number of rows
+        evaluation = Evaluation(step, nll / num_tokens, bits_per_byte(nll, self.num_heldout_bytes))
+        log.eval(step, evaluation.loss, evaluation.bits_per_byte)
+        display.eval(step, evaluation.bits_per_byte, self.reference_bits_per_byte)
+        return evaluation
+
+    def _put(self, batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        return {
+            name: self.engine.put(torch.from_numpy(rows), self.batch_sharding, (self.global_batch_size, rows.shape[1]))
+            for name, rows in batch.items()
+        }
+
+    def _replicate(self, value: Tensor) -> Tensor:
+        return self.engine.put(value, NamedSharding(self.batch_sharding.mesh, P()), value.shape)
+
+    @property
+    def _seq_len(self) -> int:
+        return self.heldout[0]["tokens"].shape[1]
+
+
+@contextmanager
+def _stop_requested() -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT or SIGTERM has come since; a second SIGINT interrupts at once."""
+    requested: list[int] = []
+
+    def handler(number: int, frame) -> None:
+        requested.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(requested)
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
