@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from shardtorch.annotate import bind
 from shardtorch.engine import Engine, ReadShard, running
 from shardtorch.errors import ShardingError
+from shardtorch.fsdp._gather import Use, read_as
 from shardtorch.fsdp._initial import Initializer, default_initializer, find_initializer, read_initial
-from shardtorch.fsdp._precision import compute_in
 from shardtorch.fsdp._stack import LAYER, StackedLayers
 from shardtorch.fsdp._state_dict import load_by_shard
 from shardtorch.mesh import Mesh, NamedSharding, P, PartitionSpec, ShardingPlan
@@ -67,8 +67,10 @@ def fully_shard(
     Args:
       model: Any module. Build it under `torch.device("meta")` if it is large.
       mesh: An axis of -1 is inferred from the devices.
-      axis: Mesh axis, or axes taken together, that every large parameter is sharded over: where the plan has not used
-        it, the largest dim that divides is taken. None leaves it to the plan alone.
+      axis: Mesh axis, or axes taken together, of FSDP. Every large parameter is sharded over it: where the plan does
+        not say how, along the largest dim that divides. It is gathered over it where it is used, and its gradient
+        scattered; over the other axes of the plan it stays sharded, as in tensor parallelism. None leaves all to the
+        plan and gathers nothing.
       plan: Specs of parameters, such as for tensor parallelism, and of the inputs and outputs of modules. A stack is
         matched as `layers.*....` by its specs for one layer.
       init: Initial values by pattern of parameter names; those not named start as torch starts them. The first
@@ -119,13 +121,16 @@ def fully_shard(
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[name] = placed[id(parameter)]
+    canonical = {id(placed[id(parameter)]): name for name, parameter in parameters.items()}
     _place_buffers(model, mesh, engine)
-    if layers is not None:
-        layers.layer_shardings = {name.removeprefix(prefix): one_layer[name] for name in parameters if is_stack(name)}
-        layers.compute_dtype = compute_dtype
-    if compute_dtype is not None:
-        for module in model.modules() if layers is None else set(model.modules()) - set(layers.modules()):
-            compute_in(module, compute_dtype)
+    axes = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    uses = {name: Use(engine, one_layer[name], axes, compute_dtype) for name in parameters}
+    if layers is not None and prefix is not None:
+        layers.uses = {name.removeprefix(prefix): use for name, use in uses.items() if is_stack(name)}
+    for path, module in model.named_modules():
+        own = {name: uses[canonical[id(p)]] for name, p in module._parameters.items() if p is not None}
+        if not is_stack(f"{path}."):  # the scan does it for these
+            read_as(module, own)
     modules = dict(model.named_modules())
     for path, sharding in inputs.items():
         _constrain_input(modules[path], path, sharding, engine)

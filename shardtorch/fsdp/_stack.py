@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from shardtorch.engine import Engine
 from shardtorch.errors import ShardingError
-from shardtorch.mesh import NamedSharding
 
 LAYER = "*"
 """Name of the module that stands for every layer: `layers.*.attention.wq.weight` is a stack."""
@@ -27,9 +26,8 @@ class StackedLayers(nn.Module):
         self.add_module(LAYER, layers[0])
         self._engine = engine
         self._bodies: dict[object, Callable[..., Tensor]] = {}
-        self.layer_shardings: Mapping[str, NamedSharding] = {}
-        """Sharding of one layer's weights, by name within the layer."""
-        self.compute_dtype: torch.dtype | None = None
+        self.uses: Mapping[str, Callable[[Tensor], Tensor]] = {}
+        """How one layer's stored weights become those that are used, by name within the layer."""
         self.register_state_dict_post_hook(_unstack_names)
 
     def __iter__(self) -> Iterator["StackedLayers"]:
@@ -65,21 +63,13 @@ class StackedLayers(nn.Module):
             layer = self._modules[LAYER]
 
             def body(x: Tensor, weights: dict[str, Tensor], *constants: Tensor) -> Tensor:
-                weights = {name: self._prepare(name, weight) for name, weight in weights.items()}
+                weights = {name: self.uses[name](w) if name in self.uses else w for name, w in weights.items()}
                 rest = iter(constants)
                 args = [next(rest) if arg is None else arg[0] for arg in static]
                 return torch.func.functional_call(layer, weights, (x, *args))
 
             self._bodies[key] = body
         return self._bodies[key]
-
-    def _prepare(self, name: str, weight: Tensor) -> Tensor:
-        # The annotation of a slice carries to its gradient, which so never exists whole inside the loop.
-        if name in self.layer_shardings:
-            weight = self._engine.constrain(weight, self.layer_shardings[name])
-        if self.compute_dtype is not None and weight.is_floating_point():
-            weight = weight.to(self.compute_dtype)
-        return weight
 
 
 def check_alike(layers: nn.Module, path: str) -> None:

@@ -92,7 +92,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
             fully_shard(
                 model,
                 mesh,
-                axis=None,  # the rules say it all
+                axis="fsdp" if "fsdp" in mesh.axis_names else None,
                 plan=plan,
                 init=model.initializers(),
                 seed=config.seed,

@@ -211,7 +211,7 @@ def _check_same(path: Path, manifest: Manifest, wanted: Mapping[str, Entry]) -> 
     """Raises unless a checkpoint holds exactly the tensors that are wanted."""
     missing, unexpected = wanted.keys() - manifest.tensors.keys(), manifest.tensors.keys() - wanted.keys()
     if missing or unexpected:
-        sides = (("lacks", missing), ("has besides", unexpected))
+        sides = (("lacks", missing), ("also has", unexpected))
         raise CheckpointError(
             f"{path}: a checkpoint must hold the tensors to load, and no others.",
             got="; ".join(f"it {verb} {_listed(names)}" for verb, names in sides if names),

@@ -179,7 +179,7 @@ def check_extra(extra: Mapping[str, JSON]) -> None:
     try:
         if (back := json.loads(_dumps(dict(extra)))) == extra:
             return
-        got = next(f"{key!r}: {value!r}" for key, value in extra.items() if back.get(key) != value)
+        got = next(f"{key!r}: {value!r}" for key, value in extra.items() if key not in back or back[key] != value)
     except (TypeError, ValueError) as error:
         got = str(error)
     raise CheckpointError(

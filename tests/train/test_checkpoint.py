@@ -224,14 +224,14 @@ def load_some(path: Path) -> dict[str, Tensor]:
 def test_missing_and_unexpected_tensors_are_named(checkpoint: Path):
     tensors = some_tensors()
     tensors["model.hat.weight"] = tensors.pop("model.head.weight")
-    with pytest.raises(CheckpointError, match=r"lacks model\.hat\.weight; it has besides model\.head\.weight"):
+    with pytest.raises(CheckpointError, match=r"lacks model\.hat\.weight; it also has model\.head\.weight"):
         load_checkpoint(checkpoint, tensors, ENGINE)
 
 
 def test_another_number_of_layers_is_refused(checkpoint: Path):
     tensors = some_tensors()
     tensors["model.layers.*.attention.wq.weight"] = placed(torch.zeros(2, 8, 4).bfloat16())
-    with pytest.raises(CheckpointError, match=r"it has besides model\.layers\.2\.attention\.wq\.weight"):
+    with pytest.raises(CheckpointError, match=r"it also has model\.layers\.2\.attention\.wq\.weight"):
         load_checkpoint(checkpoint, tensors, ENGINE)
 
 
@@ -350,7 +350,7 @@ def test_uneven_chunks_may_cover_a_tensor():
 # --- what can't be saved is refused, and nothing is left of it ---
 
 
-@pytest.mark.parametrize("extra", [{"a": (1, 2)}, {"a": float("nan")}, {1: "a"}, {"a": torch.zeros(1)}, {"a": {2: 3}}])
+@pytest.mark.parametrize("extra", [{"a": (1, 2)}, {"a": float("nan")}, {1: None}, {"a": torch.zeros(1)}, {"a": {2: 3}}])
 def test_extra_that_json_would_change_is_refused(tmp_path: Path, extra: dict):
     with pytest.raises(CheckpointError, match="beside its tensors is JSON"):
         save_checkpoint(tmp_path, 1, some_tensors(), extra, ENGINE)
@@ -576,3 +576,72 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 10  # moments
+
+
+# --- several processes ---
+
+# An engine that holds half of the mesh's devices in each of two processes, as two hosts of a slice would.
+TWO_PROCESSES = """
+import sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from shardtorch.engine import Inventory
+from shardtorch.engine._reference import ReferenceEngine
+from shardtorch.errors import CheckpointError
+from shardtorch.mesh import Mesh, NamedSharding, P
+from shardtorch.train._checkpoint import Placed, load_checkpoint, save_checkpoint
+
+process, directory = int(sys.argv[1]), Path(sys.argv[2])
+
+class Half(ReferenceEngine):
+    def inventory(self):
+        return Inventory("cpu", "cpu", num_devices=8, process_index=process, process_count=2)
+
+    def local_shards(self, x, sharding):
+        return super().local_shards(x, sharding)[4 * process : 4 * process + 4]
+
+class HalfWithFullDisk(Half):
+    def local_shards(self, x, sharding):
+        if process == 1:
+            raise OSError(28, "No space left on device")
+        return super().local_shards(x, sharding)
+
+def placed(x, *spec):
+    return Placed(x, NamedSharding(Mesh(data=2, fsdp=2, tensor=2), P(*spec)))
+
+def refused(engine, match):
+    try:
+        save_checkpoint(directory, 2, tensors, {}, engine)
+    except CheckpointError as error:
+        assert match in str(error), error
+    else:
+        raise AssertionError("saved")
+
+torch.manual_seed(0)
+tensors = {
+    "layers.*.w": placed(torch.randn(3, 8, 16), None, "data", "fsdp"),
+    "partly": placed(torch.randn(16).bfloat16(), "fsdp"),
+    "whole": placed(torch.tensor(7)),
+    "sharded": placed(torch.randn(8, 8), ("data", "fsdp"), "tensor"),
+}
+refused(Half(), "not initialised")
+dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=process, world_size=2)
+save_checkpoint(directory, 0, tensors, {}, Half())
+path = save_checkpoint(directory, 1, tensors, {"a": 1}, Half(), keep=1)
+assert sorted(file.name for file in path.iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+loaded, extra = load_checkpoint(path, tensors, Half())
+assert extra == {"a": 1}
+assert all(torch.equal(loaded[key], tensors[key].tensor) for key in tensors)
+refused(HalfWithFullDisk(), "No space left on device")
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_write_one_checkpoint_and_fail_together(tmp_path: Path):
+    commands = [[sys.executable, "-c", TWO_PROCESSES, str(process), str(tmp_path)] for process in range(2)]
+    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    errors = [process.communicate()[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], errors
+    assert [name for name in names_in(tmp_path) if name != "rendezvous"] == ["step_00000001"]
