@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardtorch.engine import _contract
 from shardtorch.engine.torch_xla import _annotate, _placement, _scan, _start
+from shardtorch.engine.torch_xla._ops import PartitionedOps
 from shardtorch.errors import ShardingError
 from shardtorch.mesh import NamedSharding
 
@@ -64,7 +65,8 @@ class TorchXlaEngine(_contract.Engine):
     def compile(self, step: _contract.Step) -> _contract.Step:
         @wraps(step)
         def run(*args, **kwargs):
-            out = step(*args, **kwargs)
+            with PartitionedOps():
+                out = step(*args, **kwargs)
             torch_xla.sync()
             return out
 

@@ -20,6 +20,7 @@ from functorch.compile import aot_function, make_boxed_func, min_cut_remateriali
 from torch import Tensor
 
 from shardtorch.engine._contract import LayerBody
+from shardtorch.engine.torch_xla._ops import PartitionedOps
 from shardtorch.errors import ShardtorchError
 
 _XLAC = torch_xla._XLAC
@@ -35,7 +36,8 @@ def is_tracing() -> bool:
 def _trace():
     token = _tracing.set(True)
     try:
-        yield
+        with PartitionedOps():
+            yield
     finally:
         _tracing.reset(token)
 
