@@ -47,8 +47,8 @@ def initial_model(args):
     """The model on the CPU, filled from the same draws for every contender."""
     import torch
 
-    from shardtorch.fsdp import fully_shard
     from shardtorch.engine._reference import ReferenceEngine
+    from shardtorch.fsdp import fully_shard
     from shardtorch.mesh import Mesh
     from shardtorch.models import Llama
 
@@ -61,7 +61,6 @@ def run_shardtorch(args, remat=False):
     import torch
 
     import shardtorch as st
-    from shardtorch.models import Llama
     from shardtorch.run._model import batch_axes, build_model
     from shardtorch.train import adamw, make_step
 
@@ -223,7 +222,9 @@ def main():
             statistics.median(s for r in rounds for s in r["step_s"]),
             statistics.median(s for r in rounds for s in r["host_s"]),
         )
-        print(f"{name:12s} {first:8.2f} {step:8.3f} {host:8.3f} {rounds[0]['compiles']:8d}  {rounds[0]['loss'][-1]:.6f}")
+        print(
+            f"{name:12s} {first:8.2f} {step:8.3f} {host:8.3f} {rounds[0]['compiles']:8d}  {rounds[0]['loss'][-1]:.6f}"
+        )
     for other in names[1:]:
         first, step = (table[names[0]][i] / table[other][i] for i in (0, 1))
         print(f"{names[0]} / {other}: step {step:.2f}, first step {first:.2f}")

@@ -38,9 +38,9 @@ class TrainConfig:
     """Column of .jsonl and .parquet that holds the text."""
     cache: Path = field(default_factory=_default_cache)
     """Folder for tokenizers and tokens, shared between runs."""
-    steps: int = 300
+    steps: int = 200
     """Train until this step, in updates; at most `decay_steps`."""
-    decay_steps: int = 300
+    decay_steps: int = 200
     """Length of the learning rate schedule, in updates. It is apart from `steps` so that a run that stops early and
     one that goes on follow the same schedule."""
     warmup_steps: int = 20
@@ -55,7 +55,7 @@ class TrainConfig:
     """Decay of AdamW's second moment."""
     clip_norm: float = 1.0
     """Largest global L2 norm that a gradient keeps."""
-    global_batch_size: int = 16
+    global_batch_size: int = 8
     """Sequences in a batch, over all devices."""
     seq_len: int = 256
     """Tokens in a sequence."""

@@ -3,6 +3,8 @@
 Every error a user can cause is a `ShardtorchError`; the command line prints it and exits with code 2.
 """
 
+from functools import partial
+
 
 class ShardtorchError(ValueError):
     """A law was broken.
@@ -23,6 +25,9 @@ class ShardtorchError(ValueError):
     def __init__(self, law: str, *, got: str, fix: str) -> None:
         super().__init__(f"{law}\n  got: {got}\n  fix: {fix}")
         self.law, self.got, self.fix = law, got, fix
+
+    def __reduce__(self):  # an exception is pickled by its args, of which keywords are none
+        return partial(type(self), got=self.got, fix=self.fix), (self.law,)
 
     def within(self, name: str) -> "ShardtorchError":
         """The same error, its law prefixed with the name of the user's thing that broke it.

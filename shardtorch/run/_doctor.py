@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from shardtorch.engine import start
@@ -69,7 +70,7 @@ def doctor(console: Console | None = None) -> bool:
         table.add_column(column)
     found = findings()
     for finding in found:
-        table.add_row("ok" if finding.ok else "!!", finding.what, finding.found, finding.fix)
+        table.add_row("ok" if finding.ok else "!!", finding.what, finding.found, escape(finding.fix))
     console.print(table)
     return all(finding.ok for finding in found)
 

@@ -4,7 +4,9 @@ import json
 import math
 from dataclasses import asdict, dataclass
 
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from shardtorch.config import InspectConfig
@@ -83,33 +85,35 @@ def inspect(config: InspectConfig, console: Console | None = None) -> None:
         facts = {"model": config.model, "mesh": repr(mesh), **totals, "parameters": [asdict(row) for row in table]}
         console.print_json(json.dumps(facts))
         return
-    out = Table(title=f"{config.model} on {mesh!r}, {mesh.size} device(s)", title_justify="left")
-    out.add_column("parameter", no_wrap=True)
-    for column in ("layers", "shape", "spec", "shard", "replicas", "MiB/device"):
-        out.add_column(column, justify="left" if column in ("shape", "spec", "shard") else "right", no_wrap=True)
+    out = Table(title=f"{config.model} on {mesh!r}, {mesh.size} device(s)", title_justify="left", box=SIMPLE)
+    for column in ("parameter", "shape", "spec", "shard"):
+        out.add_column(column, no_wrap=True)
+    for column in ("copies", "per device"):
+        out.add_column(column, justify="right", no_wrap=True)
     for row in table:
+        layers = f"{row.num_layers} x " if row.num_layers > 1 else ""
         out.add_row(
             row.parameter,
-            str(row.num_layers),
-            _times(row.shape),
+            f"{layers}{list(row.shape)}",
             row.spec,
-            _times(row.shard_shape),
+            str(list(row.shard_shape)),
             str(row.replicas),
-            f"{row.bytes_per_device / 2**20:,.2f}",
+            _size(row.bytes_per_device),
         )
+    # The table is as wide as it needs to be: a terminal can scroll or wrap, and a cut name says nothing.
+    needed = Measurement.get(console, console.options.update(width=10_000), out).maximum
+    console.width = max(console.width, needed)
     console.print(out)
     state = sum(_COPIES.values()) * per_device
     console.print(
         f"{totals['num_parameters']:,} parameters. Per device, in float32: "
-        f"parameters {_gib(per_device)}, gradients {_gib(per_device)}, AdamW moments {_gib(2 * per_device)}; "
-        f"together {_gib(state)}, activations not counted.",
+        f"parameters {_size(per_device)}, gradients {_size(per_device)}, AdamW moments {_size(2 * per_device)}; "
+        f"together {_size(state)}, activations not counted.",
         highlight=False,
     )
 
 
-def _times(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.3f} GiB"
+def _size(num_bytes: int) -> str:
+    """In the largest binary unit that leaves at least 1."""
+    power = max(0, min(4, (num_bytes.bit_length() - 1) // 10))
+    return f"{num_bytes / 2 ** (10 * power):,.{2 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -87,7 +87,10 @@ class Loop:
             evaluation = self._evaluate(eval_step, state.step, log, display)
         before_first = after_first = self.engine.num_compiles()
         compiles_in_steps = 0
-        pending: tuple[int, float, Tensor] | None = None  # a step's metrics are read once the next step is under way
+        # A step's metrics are read once the next step is under way, so that the devices never wait for the host. Virtual
+        # CPU devices don't take a step while they do another, so there it would only put times into the wrong step.
+        num_under_way = 0 if self.engine.inventory().platform == "cpu" else 1
+        pending: list[tuple[int, float, Tensor]] = []
         began, first, saved = time.perf_counter(), state.step + 1, state.step
         with _stop_requested() as stop:
             while state.step < last_step and not stop():
@@ -100,22 +103,18 @@ class Loop:
                 state.step += 1
                 if state.step == first:
                     after_first = self.engine.num_compiles()
-                if pending is not None:
-                    began = self._report(pending, began, log, display)
-                pending = (state.step, lr, metrics)
+                pending.append((state.step, lr, metrics))
                 evaluate = state.step % self.eval_every_steps == 0 or state.step == last_step
                 save = state.step % self.save_every_steps == 0
+                began = self._report(pending, 0 if evaluate or save else num_under_way, began, log, display)
                 if evaluate or save:
-                    began = self._report(pending, began, log, display)
-                    pending = None
                     if evaluate:
                         evaluation = self._evaluate(eval_step, state.step, log, display)
                     if save:
                         self.save(state)
                         saved = state.step
                     began = time.perf_counter()
-            if pending is not None:
-                self._report(pending, began, log, display)
+            self._report(pending, 0, began, log, display)
             if evaluation.step != state.step:
                 evaluation = self._evaluate(eval_step, state.step, log, display)
             if saved != state.step:
@@ -131,17 +130,21 @@ class Loop:
             interrupted=state.step < last_step,
         )
 
-    def _report(self, pending: tuple[int, float, Tensor], began: float, log: MetricsLog, display: Display) -> float:
-        """Reads a step's metrics, which waits for it to finish. Returns when that was."""
-        step, lr, metrics = pending
-        loss, grad_norm = metrics.cpu().tolist()
-        now = time.perf_counter()
-        tokens_per_s = self.global_batch_size * self._seq_len / (now - began)
-        mfu = None if self.peak_flops is None else self.flops_per_token * tokens_per_s / self.peak_flops
-        reported = StepMetrics(step, loss, grad_norm, lr, tokens_per_s, now - began, mfu)
-        log.step(reported)
-        display.step(reported)
-        return now
+    def _report(
+        self, pending: list[tuple[int, float, Tensor]], keep: int, began: float, log: MetricsLog, display: Display
+    ) -> float:
+        """Reads the metrics of all but the last `keep` steps, waiting for them. Returns when the last was read."""
+        while len(pending) > keep:
+            step, lr, metrics = pending.pop(0)
+            loss, grad_norm = metrics.cpu().tolist()
+            now = time.perf_counter()
+            tokens_per_s = self.global_batch_size * self._seq_len / (now - began)
+            mfu = None if self.peak_flops is None else self.flops_per_token * tokens_per_s / self.peak_flops
+            reported = StepMetrics(step, loss, grad_norm, lr, tokens_per_s, now - began, mfu)
+            log.step(reported)
+            display.step(reported)
+            began = now
+        return began
 
     def _evaluate(self, eval_step: EvalStep, step: int, log: MetricsLog, display: Display) -> Evaluation:
         totals = [eval_step(**self._put(batch)) for batch in self.heldout]

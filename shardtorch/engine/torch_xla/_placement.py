@@ -12,7 +12,7 @@ import torch_xla.runtime as xr
 from torch import Tensor
 
 from shardtorch.engine._contract import Index, ReadShard, Shard, check_part
-from shardtorch.engine.torch_xla._annotate import constrain, op_sharding
+from shardtorch.engine.torch_xla._annotate import constrain, op_sharding, sharding_of
 from shardtorch.errors import ShardingError
 from shardtorch.mesh import NamedSharding, PartitionSpec
 
@@ -95,8 +95,21 @@ def local_shards(x: Tensor, sharding: NamedSharding) -> list[Shard]:
     torch_xla.sync(wait=True)  # a shard of a value that is still being computed can't be read
     ranges = sharding.index_ranges(tuple(x.shape))
     devices = local_device_ids(sharding.mesh.size)
+    (real,) = _XLAC._get_local_shard_replica_and_indices([x])
+    for device, (_, index) in zip(devices, real, strict=True):
+        if index is not Ellipsis and not _same_box(index, ranges[device]):
+            raise ShardingError(
+                "a tensor must lie on the devices as its sharding says.",
+                got=f"device {device} holds {tuple(index)}, and {ranges[device]} under {sharding}; the runtime reports "
+                f"{sharding_of(x)}",
+                fix="annotate it again with mark_sharding; an eager operation or a copy has dropped its sharding.",
+            )
     (pieces,) = _XLAC._get_local_shards([x])
     return [
         Shard(ranges[device], data, sharding.replica_of(device))
         for device, (data, _) in zip(devices, pieces, strict=True)
     ]
+
+
+def _same_box(real: Sequence[slice], expected: Index) -> bool:
+    return [(s.start, s.stop) for s in real] == [(s.start, s.stop) for s in expected]
