@@ -4,6 +4,6 @@ from ._fully_shard import Placement as Placement
 from ._fully_shard import fully_shard as fully_shard
 from ._fully_shard import placement as placement
 from ._initial import Initializer as Initializer
+from ._names import layer_ndim as layer_ndim
 from ._optimizer import shard_optimizer as shard_optimizer
 from ._stack import StackedLayers as StackedLayers
-from ._stack import layer_ndim as layer_ndim

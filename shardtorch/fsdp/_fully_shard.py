@@ -1,19 +1,24 @@
 """`fully_shard`: from a model, on the meta device or real, to placed, sharded parameters."""
 
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardtorch.annotate import bind
 from shardtorch.engine import Engine, ReadShard, running
 from shardtorch.errors import ShardingError
 from shardtorch.fsdp._gather import Use, read_as
-from shardtorch.fsdp._initial import Initializer, default_initializer, find_initializer, read_initial
-from shardtorch.fsdp._stack import LAYER, StackedLayers
+from shardtorch.fsdp._hooks import constrain_gradient, constrain_input, constrain_output
+from shardtorch.fsdp._initial import Initializer
+from shardtorch.fsdp._names import LAYER, Names
+from shardtorch.fsdp._read import read_parameter, read_stack, read_tensor
+from shardtorch.fsdp._stack import StackedLayers, check_alike, check_not_shared
 from shardtorch.fsdp._state_dict import load_by_shard
 from shardtorch.mesh import Mesh, NamedSharding, P, PartitionSpec, ShardingPlan
 
@@ -28,6 +33,7 @@ class Placement:
     """By name, as `named_parameters()` gives them; a stack of layers has one entry, `layers.*....`."""
 
 
+_T = TypeVar("_T")
 _placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
 
 
@@ -62,7 +68,8 @@ def fully_shard(
     """Shards every parameter of a model over the mesh, in place, and with it its gradient.
 
     A parameter on the meta device is made shard by shard, so that no device ever holds it whole; one with values is
-    cut up. Ties are kept. State dicts keep the model's names.
+    cut up. Ties are kept. State dicts keep the model's names. Buffers are whole on every device. If anything does not
+    fit, the model is left as it was.
 
     Args:
       model: Any module. Build it under `torch.device("meta")` if it is large.
@@ -72,7 +79,7 @@ def fully_shard(
         scattered; over the other axes of the plan it stays sharded, as in tensor parallelism. None leaves all to the
         plan and gathers nothing.
       plan: Specs of parameters, such as for tensor parallelism, and of the inputs and outputs of modules. A stack is
-        matched as `layers.*....` by its specs for one layer.
+        matched as `layers.*....` by its specs for one layer. `plan.large` says what a large parameter is.
       init: Initial values by pattern of parameter names; those not named start as torch starts them. The first
         pattern that matches wins. Draws depend on the seed and the name, not on the mesh.
       seed: Of the initial values.
@@ -90,61 +97,58 @@ def fully_shard(
     """
     engine = engine or running()
     mesh = bind(mesh, engine)
-    plan = plan or ShardingPlan({}, large=2**63)
+    plan = plan or ShardingPlan({})
+    axes = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+    if model in _placements:
+        raise ShardingError(
+            "a model is sharded once.", got=f"a {type(model).__name__} that is sharded", fix="build it anew."
+        )
     if remat and stack is None:
         raise ShardingError(
             "remat applies to stacked layers.", got="remat=True, stack=None", fix="name the layers: stack='layers'."
         )
-    sources = dict(model.named_parameters())
-    layers = _stack(model, stack, engine, remat) if stack is not None else None
-    parameters = dict(model.named_parameters())
-    prefix = f"{stack}.{LAYER}." if stack is not None else None
 
-    def is_stack(name: str) -> bool:
-        return prefix is not None and name.startswith(prefix)
+    # First what could go wrong, then the changes.
+    names = Names(None) if stack is None else Names(stack, len(_layers(model, stack)))
+    shapes = _stored(names, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+    shardings = _shardings(plan, shapes, mesh, axes)  # of one layer, for a stack
+    paths = list(_stored(names, dict(model.named_modules())))
+    inputs, outputs = plan.resolve_modules(paths, mesh)
+    reads = {name: _read_stored(names, name, lambda n: read_parameter(model, n, init or {}, seed)) for name in shapes}
+    buffer_shardings, buffer_reads = _plan_buffers(model, names, mesh)
+    ties = dict(model.named_parameters(remove_duplicate=False))
 
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    one_layer = _with_axis(plan, shapes, mesh, axis)
-    shardings = {
-        name: NamedSharding(mesh, P(None, *sharding.spec)) if is_stack(name) else sharding
-        for name, sharding in one_layer.items()
+    uses = {name: Use(engine, sharding, axes, compute_dtype) for name, sharding in shardings.items()}
+    if stack is not None:
+        prefix = f"{stack}.{LAYER}."
+        layer_uses = {name.removeprefix(prefix): use for name, use in uses.items() if names.is_stacked(name)}
+        layer = model.get_submodule(f"{stack}.0")
+        layers = StackedLayers(layer, names.num_layers, stack, layer_uses, engine, remat=remat)
+        parent, _, name = stack.rpartition(".")
+        setattr(model.get_submodule(parent), name, layers)
+    stored_shardings = {
+        name: NamedSharding(mesh, P(None, *sharding.spec)) if names.is_stacked(name) else sharding
+        for name, sharding in shardings.items()
     }
-    inputs, outputs = plan.resolve_modules([path for path, _ in model.named_modules()], mesh)
-
-    placed: dict[int, nn.Parameter] = {}
-    for name, parameter in parameters.items():
-        read, shape = _reader(model, name, sources, init or {}, seed, layers.num_layers if is_stack(name) else None)
-        data = engine.materialize(shape, parameter.dtype, shardings[name], read)
-        placed[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
-        _constrain_gradient(placed[id(parameter)], shardings[name], engine)
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                module._parameters[name] = placed[id(parameter)]
-    canonical = {id(placed[id(parameter)]): name for name, parameter in parameters.items()}
-    _place_buffers(model, mesh, engine)
-    axes = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
-    uses = {name: Use(engine, one_layer[name], axes, compute_dtype) for name in parameters}
-    if layers is not None and prefix is not None:
-        layers.uses = {name.removeprefix(prefix): use for name, use in uses.items() if is_stack(name)}
-    for path, module in model.named_modules():
-        own = {name: uses[canonical[id(p)]] for name, p in module._parameters.items() if p is not None}
-        if not is_stack(f"{path}."):  # the scan does it for these
-            read_as(module, own)
-    modules = dict(model.named_modules())
+    _place_parameters(model, names, ties, stored_shardings, reads, uses, engine)
+    _place_buffers(model, names, buffer_shardings, buffer_reads, engine)
     for path, sharding in inputs.items():
-        _constrain_input(modules[path], path, sharding, engine)
+        constrain_input(model.get_submodule(path), path, sharding, engine)
     for path, sharding in outputs.items():
-        _constrain_output(modules[path], path, sharding, engine)
-    _placements[model] = Placement(mesh, engine, shardings)
-    load_by_shard(model, shardings, engine, prefix, layers.num_layers if layers is not None else 0)
+        constrain_output(model.get_submodule(path), path, sharding, engine)
+    _placements[model] = Placement(mesh, engine, stored_shardings)
+    load_by_shard(model, names, stored_shardings | buffer_shardings, engine)
     return model
 
 
-def _stack(model: nn.Module, path: str, engine: Engine, remat: bool) -> StackedLayers:
-    parent_path, _, name = path.rpartition(".")
+def _layers(model: nn.Module, path: str) -> nn.ModuleList:
+    """The layers to stack.
+
+    Raises:
+      ShardingError: There is no such list, or one layer can't stand for all.
+    """
     try:
-        parent, layers = model.get_submodule(parent_path), model.get_submodule(path)
+        layers = model.get_submodule(path)
     except AttributeError as error:
         lists = [p for p, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         raise ShardingError(
@@ -152,29 +156,30 @@ def _stack(model: nn.Module, path: str, engine: Engine, remat: bool) -> StackedL
             got=repr(path),
             fix=f"use one of {lists}." if lists else "the model has no ModuleList; pass stack=None.",
         ) from error
-    stacked = StackedLayers(layers, path, engine, remat=remat)
-    setattr(parent, name, stacked)
-    return stacked
+    check_not_shared(model, path)
+    return check_alike(layers, path)
 
 
-def _with_axis(
-    plan: ShardingPlan, shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, axis: str | tuple[str, ...] | None
+def _stored(names: Names, things: Mapping[str, _T]) -> dict[str, _T]:
+    """The same by stored name."""
+    return {stored: thing for name, thing in things.items() if (stored := names.stored(name)) is not None}
+
+
+def _shardings(
+    plan: ShardingPlan, shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, axes: tuple[str, ...]
 ) -> dict[str, NamedSharding]:
-    """The plan's shardings, each large parameter sharded over `axis` as well."""
-    if axis is None:
+    """The plan's shardings, each large parameter sharded over `axes` as well."""
+    if not axes:
         return plan.resolve(shapes, mesh)
-    axes = (axis,) if isinstance(axis, str) else axis
     mesh.check_axes(axes)
-    shardings = replace(plan, large=2**63).resolve(shapes, mesh)  # none is forgotten: the axis takes the rest
+    shardings = replace(plan, large=sys.maxsize).resolve(shapes, mesh)  # none is forgotten: the axes take the rest
     return {
-        name: sharding
-        if math.prod(shapes[name]) < min(plan.large, ShardingPlan({}).large)
-        else _add_axis(name, shapes[name], sharding, axes)
+        name: _add_axes(name, shapes[name], sharding, axes) if math.prod(shapes[name]) >= plan.large else sharding
         for name, sharding in shardings.items()
     }
 
 
-def _add_axis(name: str, shape: tuple[int, ...], sharding: NamedSharding, axes: tuple[str, ...]) -> NamedSharding:
+def _add_axes(name: str, shape: tuple[int, ...], sharding: NamedSharding, axes: tuple[str, ...]) -> NamedSharding:
     missing = tuple(axis for axis in axes if axis not in sharding.spec.axes)
     size = sharding.mesh.axis_size(missing)
     if size == 1:
@@ -191,91 +196,64 @@ def _add_axis(name: str, shape: tuple[int, ...], sharding: NamedSharding, axes: 
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 
-def _reader(
+def _read_stored(names: Names, stored: str, read_single) -> ReadShard:
+    """How to read a stored tensor, given how to read one of the model's."""
+    reads = [read_single(single) for single in names.singles(stored)]
+    return read_stack(reads) if names.is_stacked(stored) else reads[0]
+
+
+def _place_parameters(
     model: nn.Module,
-    name: str,
-    sources: Mapping[str, nn.Parameter],
-    init: Mapping[str, Initializer],
-    seed: int,
-    num_layers: int | None,
-) -> tuple[ReadShard, tuple[int, ...]]:
-    """How to read boxes of a parameter, or of a stack of one per layer, and its global shape."""
-
-    def read_single(single: str) -> ReadShard:
-        source = sources[single]
-        if not source.is_meta:
-            return lambda index: source.detach()[index].cpu()
-        initializer = find_initializer(init, single)
-        if initializer is None:
-            owner, _, parameter = name.rpartition(".")
-            initializer = default_initializer(model.get_submodule(owner), parameter, single)
-        return read_initial(initializer, seed, single, source.shape)
-
-    if num_layers is None:
-        return read_single(name), tuple(sources[name].shape)
-    reads = [read_single(name.replace(f".{LAYER}.", f".{layer}.", 1)) for layer in range(num_layers)]
-
-    def read(index: tuple[slice, ...]) -> Tensor:
-        layers, *rest = index
-        return torch.stack([reads[layer](tuple(rest)) for layer in range(layers.start, layers.stop)])
-
-    first = sources[name.replace(f".{LAYER}.", ".0.", 1)]
-    return read, (num_layers, *first.shape)
+    names: Names,
+    ties: Mapping[str, nn.Parameter],
+    shardings: Mapping[str, NamedSharding],
+    reads: Mapping[str, ReadShard],
+    uses: Mapping[str, Use],
+    engine: Engine,
+) -> None:
+    """Puts placed parameters in the place of the model's, one for all owners of a tied one."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in ties.items():
+        if (stored := names.stored(name)) is not None:
+            owners.setdefault(id(parameter), []).append(stored)
+    for first, *others in owners.values():
+        old = model.get_parameter(first)
+        shape = (names.num_layers, *old.shape) if names.is_stacked(first) else tuple(old.shape)
+        data = engine.materialize(shape, old.dtype, shardings[first], reads[first])
+        parameter = nn.Parameter(data, requires_grad=old.requires_grad)
+        constrain_gradient(parameter, shardings[first], engine)
+        for owner in (first, *others):
+            path, _, name = owner.rpartition(".")
+            module = model.get_submodule(path)
+            module.register_parameter(name, parameter)
+            if not names.is_stacked(owner):  # the scan does it for these
+                read_as(module, name, uses[first])
 
 
-def _place_buffers(model: nn.Module, mesh: Mesh, engine: Engine) -> None:
-    """Buffers are small: every device gets them whole."""
-    for path, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if buffer.is_meta:
-                raise ShardingError(
-                    f"{path}.{name}: a buffer must have its values before the model is sharded.",
-                    got="a buffer on the meta device",
-                    fix="compute it in forward, or register it on the CPU: torch.tensor(..., device='cpu').",
-                )
-            read = lambda index, buffer=buffer: buffer[index].cpu()  # noqa: E731
-            module._buffers[name] = engine.materialize(buffer.shape, buffer.dtype, NamedSharding(mesh, P()), read)
-
-
-def _constrain_gradient(parameter: nn.Parameter, sharding: NamedSharding, engine: Engine) -> None:
-    """Gradients carry the parameter's sharding: left alone, the partitioner may give them another."""
-
-    def hook(p: Tensor) -> None:
-        assert p.grad is not None
-        p.grad = engine.constrain(p.grad, sharding)
-
-    if parameter.requires_grad:
-        parameter.register_post_accumulate_grad_hook(hook)
-
-
-def _constrain_output(module: nn.Module, path: str, sharding: NamedSharding, engine: Engine) -> None:
-    def hook(_: nn.Module, args: Sequence, output):
-        return _constrained(output, f"output of {path}", sharding, engine)
-
-    module.register_forward_hook(hook)
-
-
-def _constrain_input(module: nn.Module, path: str, sharding: NamedSharding, engine: Engine) -> None:
-    def hook(_: nn.Module, args: tuple):
-        if not args:
+def _plan_buffers(model: nn.Module, names: Names, mesh: Mesh) -> tuple[dict[str, NamedSharding], dict[str, ReadShard]]:
+    """Every device gets every buffer whole."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
             raise ShardingError(
-                f"input of {path}: the plan shards the first positional argument.",
-                got="none",
-                fix="pass the tensor by position, or shard the output of the module before.",
+                f"{name}: a buffer must have its values before the model is sharded.",
+                got="a buffer on the meta device",
+                fix="compute it in forward, or make it with device='cpu'.",
             )
-        return (_constrained(args[0], f"input of {path}", sharding, engine), *args[1:])
+    stored = list(_stored(names, dict(model.named_buffers())))
+    reads = {name: _read_stored(names, name, lambda n: read_tensor(model.get_buffer(n))) for name in stored}
+    return dict.fromkeys(stored, NamedSharding(mesh, P())), reads
 
-    module.register_forward_pre_hook(hook)
 
-
-def _constrained(value, name: str, sharding: NamedSharding, engine: Engine) -> Tensor:
-    if not isinstance(value, Tensor):
-        raise ShardingError(
-            f"{name}: a plan shards modules that take and return a tensor.",
-            got=type(value).__name__,
-            fix="name a module inside or around it, or use mark_sharding in its code.",
-        )
-    sharding.validate(tuple(value.shape), name)
-    return engine.constrain(value, sharding)
+def _place_buffers(
+    model: nn.Module,
+    names: Names,
+    shardings: Mapping[str, NamedSharding],
+    reads: Mapping[str, ReadShard],
+    engine: Engine,
+) -> None:
+    for name, sharding in shardings.items():
+        path, _, short_name = name.rpartition(".")
+        module = model.get_submodule(path)
+        old = module.get_buffer(short_name)
+        shape = (names.num_layers, *old.shape) if names.is_stacked(name) else tuple(old.shape)
+        module._buffers[short_name] = engine.materialize(shape, old.dtype, sharding, reads[name])

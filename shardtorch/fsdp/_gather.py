@@ -45,19 +45,15 @@ def without(sharding: NamedSharding, axes: tuple[str, ...]) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 
-def read_as(module: nn.Module, uses: dict[str, Callable[[Tensor], Tensor]]) -> None:
-    """Makes a module's own parameters read as they are used; optimizers and state dicts still see what is stored.
+def read_as(module: nn.Module, name: str, use: Callable[[Tensor], Tensor]) -> None:
+    """Makes a module's own parameter read as it is used; optimizers and state dicts still see what is stored.
 
     `module.weight` becomes a property of a subclass that is made for this module.
 
     Args:
       module: Changed in place.
-      uses: By parameter name.
+      name: Of the parameter.
+      use: Gives what is used for what is stored.
     """
-
-    def reading(name: str, use: Callable[[Tensor], Tensor]) -> property:
-        return property(lambda self: use(self._parameters[name]))
-
-    if uses:
-        members = {name: reading(name, use) for name, use in uses.items()}
-        module.__class__ = type(type(module).__name__, (type(module),), members)
+    reading = property(lambda self: use(self._parameters[name]))
+    module.__class__ = type(type(module).__name__, (type(module),), {name: reading})

@@ -7,28 +7,40 @@ from torch import Tensor, nn
 
 from shardtorch.engine import Engine
 from shardtorch.errors import ShardingError
-
-LAYER = "*"
-"""Name of the module that stands for every layer: `layers.*.attention.wq.weight` is a stack."""
+from shardtorch.fsdp._names import LAYER
 
 
 class StackedLayers(nn.Module):
     """Takes the place of a `ModuleList` of equal layers, so that `for layer in layers: x = layer(x, ...)` runs a scan.
 
-    Its one child, named `*`, is a layer whose parameters are stacks. Iterating yields this module once. State dicts
-    keep the names of the single layers.
+    Its one child, named `*`, is a layer whose parameters and buffers are stacks. Iterating yields this module once.
+    State dicts keep the names of the single layers.
+
+    Args:
+      layer: The layer that stands for all; `fully_shard` puts the stacks in.
+      num_layers: How many it stands for.
+      path: The list's path in the model, for errors.
+      uses: How one layer's stored weights become those that are used, by name within the layer.
+      engine: What runs the scan.
+      remat: Keep each layer's input only and compute the layer again in the backward pass.
     """
 
-    def __init__(self, layers: nn.ModuleList, path: str, engine: Engine, *, remat: bool) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        num_layers: int,
+        path: str,
+        uses: Mapping[str, Callable[[Tensor], Tensor]],
+        engine: Engine,
+        *,
+        remat: bool,
+    ) -> None:
         super().__init__()
-        check_alike(layers, path)
-        self.num_layers, self.path, self.remat = len(layers), path, remat
-        self.add_module(LAYER, layers[0])
-        self._engine = engine
+        self.num_layers, self.path, self.remat = num_layers, path, remat
+        self.add_module(LAYER, layer)
+        self._uses, self._engine = uses, engine
         self._bodies: dict[object, Callable[..., Tensor]] = {}
-        self.uses: Mapping[str, Callable[[Tensor], Tensor]] = {}
-        """How one layer's stored weights become those that are used, by name within the layer."""
-        self.register_state_dict_post_hook(_unstack_names)
+        self.register_state_dict_post_hook(_name_layers)
 
     def __iter__(self) -> Iterator["StackedLayers"]:
         yield self
@@ -36,7 +48,7 @@ class StackedLayers(nn.Module):
     def __len__(self) -> int:
         return self.num_layers
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> nn.Module:
         raise ShardingError(
             f"{self.path}: stacked layers run together, as one scan.",
             got=f"{self.path}[{index}]",
@@ -51,8 +63,9 @@ class StackedLayers(nn.Module):
           *args: Passed to every layer alike. Tensors get no gradient; anything else must be hashable.
         """
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        # Tensors are operands of the scan; the rest is part of the layer's code.
         static = tuple(None if isinstance(arg, Tensor) else (arg,) for arg in args)
-        layer = self._modules[LAYER]
+        layer = self.get_submodule(LAYER)
         weights = dict(layer.named_parameters()) | dict(layer.named_buffers())
         return self._engine.scan(self._body(static), x, weights, tensors, remat=self.remat)
 
@@ -60,20 +73,35 @@ class StackedLayers(nn.Module):
         """One layer as a function; the same object for the same static arguments, so that it is traced once."""
         key = (static, self.training)
         if key not in self._bodies:
-            layer = self._modules[LAYER]
+            layer, uses = self.get_submodule(LAYER), self._uses
+            buffers = [name for name, _ in layer.named_buffers()]
 
             def body(x: Tensor, weights: dict[str, Tensor], *constants: Tensor) -> Tensor:
-                weights = {name: self.uses[name](w) if name in self.uses else w for name, w in weights.items()}
+                weights = {name: uses[name](w) if name in uses else w for name, w in weights.items()}
+                versions = {name: weights[name]._version for name in buffers}
                 rest = iter(constants)
                 args = [next(rest) if arg is None else arg[0] for arg in static]
-                return torch.func.functional_call(layer, weights, (x, *args))
+                out = torch.func.functional_call(layer, weights, (x, *args))
+                for name, version in versions.items():
+                    if weights[name]._version != version:
+                        raise ShardingError(
+                            f"{self.path}.*.{name}: a stacked layer must not change its buffers; the change would be "
+                            "lost.",
+                            got="an in-place operation on it in forward",
+                            fix="remove it (track_running_stats=False in a BatchNorm), or do not stack the layers "
+                            "(stack=None).",
+                        )
+                return out
 
             self._bodies[key] = body
         return self._bodies[key]
 
 
-def check_alike(layers: nn.Module, path: str) -> None:
-    """Raises unless one layer can stand for all: same modules, same settings, same shapes, nothing shared.
+def check_alike(layers: nn.Module, path: str) -> nn.ModuleList:
+    """Raises unless one layer can stand for all: same modules, same settings, same shapes.
+
+    Returns:
+      The layers.
 
     Raises:
       ShardingError: With the first difference found.
@@ -84,30 +112,36 @@ def check_alike(layers: nn.Module, path: str) -> None:
             got=f"{type(layers).__name__} of {len(list(layers.children()))} modules",
             fix="name the ModuleList of the equal layers, or pass stack=None.",
         )
-    owners: dict[int, str] = {}
-    first = _description(layers[0])
+    first, absent = _description(layers[0]), object()
     for number, layer in enumerate(layers):
-        for key, value in _description(layer).items():
-            if first.get(key) != value:
+        facts = _description(layer)
+        for key in first | facts:
+            here, there = facts.get(key, absent), first.get(key, absent)
+            if here != there:
+                values = [f"has no {key}" if v is absent else f"has {key} = {v!r}" for v in (here, there)]
                 raise ShardingError(
                     f"{path}: layers that are stacked must be alike.",
-                    got=f"{path}.{number}: {key} is {value}; {path}.0: {key} is {first.get(key)}",
+                    got=f"{path}.{number} {values[0]}; {path}.0 {values[1]}",
                     fix="make them equal, or pass stack=None.",
                 )
-        if missing := first.keys() - _description(layer).keys():
+    return layers
+
+
+def check_not_shared(model: nn.Module, path: str) -> None:
+    """Raises if a parameter of a layer is used by another layer or outside: a stack would untie it.
+
+    Raises:
+      ShardingError: With both names.
+    """
+    owners: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = owners.setdefault(id(parameter), name)
+        if other != name and (name.startswith(f"{path}.") or other.startswith(f"{path}.")):
             raise ShardingError(
-                f"{path}: layers that are stacked must be alike.",
-                got=f"{path}.{number} has no {sorted(missing)[0]}; {path}.0 has",
-                fix="make them equal, or pass stack=None.",
+                f"{path}: layers that are stacked must not share parameters.",
+                got=f"{name} is {other}",
+                fix="pass stack=None.",
             )
-        for name, parameter in layer.named_parameters():
-            if owner := owners.get(id(parameter)):
-                raise ShardingError(
-                    f"{path}: layers that are stacked must not share parameters.",
-                    got=f"{path}.{number}.{name} is {owner}",
-                    fix="pass stack=None.",
-                )
-            owners[id(parameter)] = f"{path}.{number}.{name}"
 
 
 def _description(layer: nn.Module) -> dict[str, object]:
@@ -124,7 +158,7 @@ def _description(layer: nn.Module) -> dict[str, object]:
     return facts
 
 
-def _unstack_names(module: nn.Module, state_dict: dict, prefix: str, local_metadata) -> None:
+def _name_layers(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
     """Gives each layer's part of a stack its own name."""
     assert isinstance(module, StackedLayers)
     star = f"{prefix}{LAYER}."
@@ -132,8 +166,3 @@ def _unstack_names(module: nn.Module, state_dict: dict, prefix: str, local_metad
     for layer in range(module.num_layers):
         for name, stack in stacks.items():
             state_dict[f"{prefix}{layer}.{name}"] = stack[layer]
-
-
-def layer_ndim(name: str, parameter: Tensor) -> int:
-    """Number of dims of a parameter as the model's code sees it: a stack, named `layers.*....`, has one more."""
-    return parameter.ndim - (LAYER in name.split("."))

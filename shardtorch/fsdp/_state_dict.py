@@ -1,77 +1,66 @@
 """`load_state_dict` on a sharded model: by shard, and without losing the sharding as torch_xla's copy does."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor, nn
 
-from shardtorch.engine import Engine, Index
+from shardtorch.engine import Engine
+from shardtorch.fsdp._names import Names
+from shardtorch.fsdp._read import read_stack, read_tensor
 from shardtorch.mesh import NamedSharding
 
 
-def load_by_shard(
-    model: nn.Module, shardings: Mapping[str, NamedSharding], engine: Engine, prefix: str | None, num_layers: int
-) -> None:
-    """Makes `model.load_state_dict` place what it loads shard by shard.
+def load_by_shard(model: nn.Module, names: Names, shardings: Mapping[str, NamedSharding], engine: Engine) -> None:
+    """Makes `model.load_state_dict` place what it loads shard by shard, under the model's own names.
 
     Args:
       model: Sharded.
-      shardings: By parameter name.
+      names: How its parameters are stored.
+      shardings: By stored name, of parameters and buffers.
       engine: Where to.
-      prefix: Of the names of stacks, such as `layers.*.`, if there are any.
-      num_layers: In a stack.
     """
-    taken: set[str] = set()
+    handled: set[str] = set()
+    absent: list[str] = []
 
-    def singles(name: str) -> list[str]:
-        if prefix is None or not name.startswith(prefix):
-            return [name]
-        return [name.replace(prefix, f"{prefix[:-2]}{layer}.", 1) for layer in range(num_layers)]
-
-    def before(module, state_dict, load_prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
-        taken.clear()
-        ties: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            ties.setdefault(id(parameter), []).append(name)
-        for name, parameter in model.named_parameters():
-            is_stack = len(singles(name)) > 1 or singles(name) != [name]
-            sources: list[Tensor | None] = [state_dict.get(load_prefix + single) for single in singles(name)]
-            absent = [single for single, source in zip(singles(name), sources, strict=True) if source is None]
-            if absent:
-                missing_keys.extend(load_prefix + single for single in absent)
-                taken.update(load_prefix + tied for tied in ties[id(parameter)])
-                continue
-            want = tuple(parameter.shape[1:] if is_stack else parameter.shape)
-            wrong = [
-                f"size mismatch for {load_prefix + single}: copying a param with shape {tuple(source.shape)} from "
-                f"checkpoint, the shape in current model is {want}."
-                for single, source in zip(singles(name), sources, strict=True)
-                if tuple(source.shape) != want
-            ]
-            error_msgs.extend(wrong)
-            if not wrong:
-                read = _read_stack(sources) if is_stack else _read(sources[0])
-                parameter.data = engine.materialize(parameter.shape, parameter.dtype, shardings[name], read)
-            for tied in ties[id(parameter)]:
-                taken.add(load_prefix + tied)
-                for single in singles(tied):
-                    state_dict.pop(load_prefix + single, None)
+    def before(module, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs):
+        handled.clear()
+        absent.clear()
+        owners: dict[int, list[str]] = {}
+        for name, tensor in _saved(model, remove_duplicate=False):
+            owners.setdefault(id(tensor), []).append(name)
+        for name, tensor in _saved(model):
+            singles = names.singles(name)
+            found = {single: state_dict[prefix + single] for single in singles if prefix + single in state_dict}
+            absent.extend(prefix + single for single in singles if single not in found)
+            want = tuple(tensor.shape[1:] if names.is_stacked(name) else tensor.shape)
+            wrong = {single: tuple(source.shape) for single, source in found.items() if tuple(source.shape) != want}
+            error_msgs.extend(
+                f"size mismatch for {prefix + single}: copying a param with shape {shape} from checkpoint, the shape "
+                f"in current model is {want}."
+                for single, shape in wrong.items()
+            )
+            if len(found) == len(singles) and not wrong:
+                reads = [read_tensor(source) for source in found.values()]
+                read = read_stack(reads) if names.is_stacked(name) else reads[0]
+                tensor.data = engine.materialize(tuple(tensor.shape), tensor.dtype, shardings[name], read)
+            for owner in owners[id(tensor)]:
+                handled.add(prefix + owner)
+                for single in names.singles(owner):
+                    state_dict.pop(prefix + single, None)
 
     def after(module, incompatible_keys) -> None:
-        # Loaded above, or reported above by their own names: torch's own pass has found them missing.
-        incompatible_keys.missing_keys[:] = [key for key in incompatible_keys.missing_keys if key not in taken]
+        # torch's own pass has found nothing of what was taken above.
+        others = [key for key in incompatible_keys.missing_keys if key not in handled]
+        incompatible_keys.missing_keys[:] = absent + others
 
     model.register_load_state_dict_pre_hook(before)
     model.register_load_state_dict_post_hook(after)
 
 
-def _read(source: Tensor):
-    return lambda index: source.detach()[index].cpu()
-
-
-def _read_stack(sources: list[Tensor]):
-    def read(index: Index) -> Tensor:
-        layers, *rest = index
-        return torch.stack([sources[layer].detach()[tuple(rest)].cpu() for layer in range(layers.start, layers.stop)])
-
-    return read
+def _saved(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """What a state dict holds, by stored name: parameters, and buffers unless they say otherwise."""
+    yield from model.named_parameters(remove_duplicate=remove_duplicate)
+    for name, buffer in model.named_buffers(remove_duplicate=remove_duplicate):
+        path, _, short_name = name.rpartition(".")
+        if short_name not in model.get_submodule(path)._non_persistent_buffers_set:
+            yield name, buffer
