@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardtorch.engine import running
+from shardtorch.engine import Engine, running
 from shardtorch.errors import ShardingError
 from shardtorch.mesh import Mesh, NamedSharding, PartitionSpec
 
@@ -12,8 +13,9 @@ from shardtorch.mesh import Mesh, NamedSharding, PartitionSpec
 def mark_sharding(x: Tensor, mesh: Mesh, spec: PartitionSpec | Sequence, *, name: str | None = None) -> Tensor:
     """Says how a tensor lies on the mesh.
 
-    Leaf data (a parameter, a batch) is cut up where it is, before it was ever replicated if no graph has used it yet.
-    A value inside a graph is constrained, and its gradient too; this works inside scanned layers and remat as well.
+    Leaf data (a parameter, a batch) is cut up where it is, before it was ever replicated if no graph has used it yet;
+    gradients that accumulate in it carry the same sharding. A value inside a graph is constrained, and its gradient too;
+    this works inside scanned layers and remat as well.
 
     Args:
       x: A tensor on the engine's device.
@@ -40,10 +42,34 @@ def mark_sharding(x: Tensor, mesh: Mesh, spec: PartitionSpec | Sequence, *, name
             got=f"shape {tuple(x.shape)} on meta",
             fix="use fully_shard(model, mesh, init=...), which makes the data shard by shard.",
         )
-    return engine.annotate(x, sharding)
+    x = engine.annotate(x, sharding)
+    if x.is_leaf and x.requires_grad:
+        constrain_gradient(x, sharding, engine)
+    return x
 
 
-def bind(mesh: Mesh, engine) -> Mesh:
+def constrain_gradient(parameter: Tensor, sharding: NamedSharding, engine: Engine) -> None:
+    """Gradients that accumulate in a leaf carry its sharding: left alone, the partitioner may give them another.
+
+    Args:
+      parameter: A leaf that requires a gradient. A second call takes the place of the first.
+      sharding: Of the leaf.
+      engine: Where it lies.
+    """
+
+    def hook(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad = engine.constrain(p.grad, sharding)
+
+    if (earlier := _gradient_hooks.pop(parameter, None)) is not None:
+        earlier.remove()
+    _gradient_hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+
+
+_gradient_hooks = WeakTensorKeyDictionary()
+
+
+def bind(mesh: Mesh, engine: Engine) -> Mesh:
     """The mesh on the engine's devices. The reference engine, which applies no sharding, takes any bound mesh."""
     if engine.name == "reference":
         return mesh if mesh.is_bound else mesh.bind(1)

@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from shardtorch.annotate import bind
+from shardtorch.annotate import bind, constrain_gradient
 from shardtorch.engine import Engine, ReadShard, running
 from shardtorch.errors import ShardingError
 from shardtorch.fsdp._gather import Use, read_as
-from shardtorch.fsdp._hooks import constrain_gradient, constrain_input, constrain_output
+from shardtorch.fsdp._hooks import constrain_input, constrain_output
 from shardtorch.fsdp._initial import Initializer
 from shardtorch.fsdp._names import LAYER, Names
 from shardtorch.fsdp._read import read_parameter, read_stack, read_tensor
@@ -221,7 +221,8 @@ def _place_parameters(
         shape = (names.num_layers, *old.shape) if names.is_stacked(first) else tuple(old.shape)
         data = engine.materialize(shape, old.dtype, shardings[first], reads[first])
         parameter = nn.Parameter(data, requires_grad=old.requires_grad)
-        constrain_gradient(parameter, shardings[first], engine)
+        if parameter.requires_grad:
+            constrain_gradient(parameter, shardings[first], engine)
         for owner in (first, *others):
             path, _, name = owner.rpartition(".")
             module = model.get_submodule(path)

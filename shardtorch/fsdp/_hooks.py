@@ -1,21 +1,10 @@
-"""Constraints on what flows: gradients into parameters, tensors into and out of modules."""
+"""Constraints on the tensors that go into and come out of modules."""
 
 from torch import Tensor, nn
 
 from shardtorch.engine import Engine
 from shardtorch.errors import ShardingError
 from shardtorch.mesh import NamedSharding
-
-
-def constrain_gradient(parameter: nn.Parameter, sharding: NamedSharding, engine: Engine) -> None:
-    """Gradients carry the parameter's sharding: left alone, the partitioner may give them another."""
-
-    def hook(p: Tensor) -> None:
-        assert p.grad is not None
-        p.grad = engine.constrain(p.grad, sharding)
-
-    if parameter.requires_grad:
-        parameter.register_post_accumulate_grad_hook(hook)
 
 
 def constrain_output(module: nn.Module, path: str, sharding: NamedSharding, engine: Engine) -> None:
