@@ -1,4 +1,4 @@
-"""Pretrain a Llama over a mesh of 8 devices, written against the library: python examples/pretrain.py [STEPS]"""
+"""Pretrain a Llama over a mesh of 8 devices, written against the library: python examples/pretrain.py [STEPS [FOLDER]]"""
 
 import sys
 from pathlib import Path
@@ -42,6 +42,9 @@ while state.step < steps:
     if state.step % 10 == 0 or state.step == steps:
         loss, grad_norm = metrics.cpu().tolist()
         print(f"step {state.step}: loss {loss:.4f}, gradient norm {grad_norm:.3f}", flush=True)
+
+if len(sys.argv) > 2:
+    state.save(Path(sys.argv[2]), extra={})  # state.restore(train.latest_checkpoint(...)) goes on from there
 
 eval_step = engine.compile(train.make_eval_step(model, loss_chunks=1))
 nll = sum(eval_step(**put(batch)).cpu().item() for batch in train.heldout_batches(corpus, BATCH, SEQ))

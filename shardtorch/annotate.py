@@ -14,8 +14,8 @@ def mark_sharding(x: Tensor, mesh: Mesh, spec: PartitionSpec | Sequence, *, name
     """Says how a tensor lies on the mesh.
 
     Leaf data (a parameter, a batch) is cut up where it is, before it was ever replicated if no graph has used it yet;
-    gradients that accumulate in it carry the same sharding. A value inside a graph is constrained, and its gradient too;
-    this works inside scanned layers and remat as well.
+    gradients that accumulate in it carry the same sharding. A value inside a graph is constrained together with its
+    gradient, inside scanned layers and remat as well.
 
     Args:
       x: A tensor on the engine's device.

@@ -10,7 +10,8 @@ from shardtorch import run
 from shardtorch.config import DoctorConfig, GenerateConfig, InspectConfig, TrainConfig
 from shardtorch.errors import ShardtorchError
 
-_VERBS = {"train": TrainConfig, "generate": GenerateConfig, "inspect": InspectConfig, "doctor": DoctorConfig}
+VERBS = {"train": TrainConfig, "generate": GenerateConfig, "inspect": InspectConfig, "doctor": DoctorConfig}
+"""Settings by verb."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         config = tyro.extras.subcommand_cli_from_dict(
-            _VERBS,
+            VERBS,
             prog="shardtorch",
             description="SPMD for PyTorch on TPUs: pretrain, look at plans, generate.",
             args=argv,

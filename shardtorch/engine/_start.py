@@ -28,6 +28,12 @@ def start(name: Literal["torch_xla", "reference"] = "torch_xla", *, num_devices:
         raise EngineUnavailableError(
             "the engine must be one that exists.", got=repr(name), fix="use 'torch_xla' or 'reference'."
         )
+    if num_devices is not None and (type(num_devices) is not int or num_devices < 1):
+        raise EngineUnavailableError(
+            "the number of devices is a positive integer.",
+            got=f"num_devices={num_devices!r}",
+            fix="give a number such as 8, or leave num_devices out.",
+        )
     if name == "reference":
         from shardtorch.engine._reference import ReferenceEngine
 

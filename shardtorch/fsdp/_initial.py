@@ -1,7 +1,8 @@
 """Initial values by shard: a draw depends on the seed, the parameter's name and the row, not on the mesh."""
 
+import difflib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 import torch
@@ -48,13 +49,13 @@ def read_initial(initializer: Initializer, seed: int, name: str, shape: torch.Si
       initializer: What to draw.
       seed: Of the run.
       name: The parameter's name, which gives each parameter its own draws.
-      shape: Global shape. One row, `shape[1:]`, is drawn whole; a vector is one row.
+      shape: Global shape. One row, `shape[1:]`, is drawn whole, in float32; a vector is one row.
     """
 
     def row(number: int, row_shape: tuple[int, ...]) -> Tensor:
         key = hashlib.blake2b(f"{seed}/{name}/{number}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(key, "little") >> 1)
-        return initializer.fill_(torch.empty(row_shape), generator)
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(key, "little") >> 1)
+        return initializer.fill_(torch.empty(row_shape, dtype=torch.float32, device="cpu"), generator)
 
     def read(index: Index) -> Tensor:
         if len(shape) < 2:
@@ -69,19 +70,40 @@ def default_initializer(module: nn.Module, parameter: str, name: str) -> Initial
     """What torch itself starts this parameter of a standard module with.
 
     Raises:
-      ShardingError: The module is none of torch's standard ones.
+      ShardingError: The module is none of torch's standard ones, or starts or has parameters of its own.
     """
-    if isinstance(module, nn.Linear):
-        return _Uniform(module.in_features**-0.5)  # kaiming_uniform_ with a = sqrt(5), and the bias's bound
-    if isinstance(module, nn.Embedding):
-        return _Normal()
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm):
-        return _Constant(1.0 if parameter == "weight" else 0.0)
+    if parameter in ("weight", "bias"):  # and not what a subclass adds
+        if _starts_as(module, nn.Linear):
+            return _Uniform(module.in_features**-0.5)  # kaiming_uniform_ with a = sqrt(5), and the bias's bound
+        if _starts_as(module, nn.Embedding):
+            return _Normal()
+        if any(_starts_as(module, norm) for norm in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)):
+            return _Constant(1.0 if parameter == "weight" else 0.0)
     raise ShardingError(
         f"{name}: a parameter on the meta device needs a rule for its initial value.",
         got=f"a parameter of a {type(module).__name__}, for which there is no default",
         fix=f"pass init={{{name!r}: ...}} to fully_shard, or build the model on the CPU.",
     )
+
+
+def _starts_as(module: nn.Module, kind: type[nn.Module]) -> bool:
+    return isinstance(module, kind) and type(module).reset_parameters is kind.reset_parameters
+
+
+def check_rules(init: Mapping[str, Initializer], names: Collection[str]) -> None:
+    """Raises for a rule that names no parameter.
+
+    Raises:
+      ShardingError: With the pattern.
+    """
+    for pattern in init:
+        if not any(matches(pattern, name) for name in names):
+            close = difflib.get_close_matches(pattern, names, n=1)
+            raise ShardingError(
+                f"init pattern {pattern!r} matches nothing.",
+                got=f"{len(names)} parameters, such as {', '.join(list(names)[:3]) or 'none'}",
+                fix=f"did you mean {close[0]!r}?" if close else "correct the pattern, or remove it.",
+            )
 
 
 def find_initializer(init: Mapping[str, Initializer], name: str) -> Initializer | None:

@@ -33,8 +33,7 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch
             fix="use torch.optim.AdamW or torch.optim.Adam.",
         )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    replicated = NamedSharding(where.mesh, P())
-    for group in optimizer.param_groups:
+    for group in optimizer.param_groups:  # first what could go wrong, then the changes
         if where.engine.device.type != "cpu" and not group["capturable"]:
             raise ShardingError(
                 "the optimizer's step count must be a tensor of the graph.",
@@ -52,8 +51,11 @@ def shard_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch
                 raise ShardingError(
                     "the optimizer must be fresh.", got="one that has stepped", fix="shard it before its first step."
                 )
+    replicated = NamedSharding(where.mesh, P())
+    for group in optimizer.param_groups:
+        moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
+        for parameter in group["params"]:
             sharding = where.parameters[names[id(parameter)]]
-            moments = ["exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else [])]
             optimizer.state[parameter] = {
                 "step": where.engine.zeros((), torch.float32, replicated),
                 **{m: where.engine.zeros(parameter.shape, parameter.dtype, sharding) for m in moments},

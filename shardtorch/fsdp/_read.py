@@ -35,5 +35,21 @@ def read_parameter(model: nn.Module, name: str, init: Mapping[str, Initializer],
     source = module.get_parameter(short_name)
     if not source.is_meta:
         return read_tensor(source)
-    initializer = find_initializer(init, name) or default_initializer(module, short_name, name)
-    return read_initial(initializer, seed, name, source.shape)
+    if (initializer := find_initializer(init, name)) is not None:
+        return read_initial(initializer, seed, name, source.shape)
+    read = read_initial(default_initializer(module, short_name, name), seed, name, source.shape)
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        return _zero_row(read, module.padding_idx)
+    return read
+
+
+def _zero_row(read: ReadShard, row: int) -> ReadShard:
+    """The same boxes, in which one index of dim 0 is zero."""
+
+    def read_zeroed(index: Index) -> Tensor:
+        box = read(index)
+        if index[0].start <= row < index[0].stop:
+            box[row - index[0].start] = 0.0
+        return box
+
+    return read_zeroed

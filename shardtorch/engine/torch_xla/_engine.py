@@ -63,11 +63,15 @@ class TorchXlaEngine(_contract.Engine):
         return _scan.scan(body, x, weights, constants, remat=remat)
 
     def compile(self, step: _contract.Step) -> _contract.Step:
+        # Virtual CPU devices share the host's threads. With two graphs under way, collectives of one can hold all
+        # threads while they wait for devices that the other keeps, until XLA ends the process (torch_xla 2.9.0).
+        wait = self.inventory().platform == "cpu"
+
         @wraps(step)
         def run(*args, **kwargs):
             with PartitionedOps():
                 out = step(*args, **kwargs)
-            torch_xla.sync()
+            torch_xla.sync(wait=wait)
             return out
 
         return run

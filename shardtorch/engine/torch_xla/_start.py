@@ -3,6 +3,7 @@
 Private symbol of torch_xla 2.9.0: `_XLAC._xla_get_spmd_config_is_locked`.
 """
 
+import glob
 import os
 import sys
 import warnings
@@ -23,16 +24,28 @@ def check_environment(num_devices: int | None) -> str:
       EngineUnavailableError: Several processes share this host's devices, or the device count can't be had.
     """
     for variable, launcher in _LAUNCHERS.items():
-        if int(os.environ.get(variable, "1")) > 1:
+        if (_integer(variable) or 1) > 1:
             raise EngineUnavailableError(
                 "one process per host drives all of its devices.",
                 got=f"a launch of several processes by {launcher} ({variable}={os.environ[variable]})",
                 fix="start the program once per host, with plain python.",
             )
     platform = os.environ.setdefault("PJRT_DEVICE", "TPU" if _has_tpu() else "CPU")
+    if platform not in ("CPU", "TPU"):
+        raise EngineUnavailableError(
+            "the engine runs on TPUs, or on virtual CPU devices.",
+            got=f"PJRT_DEVICE={platform} in the environment",
+            fix="set PJRT_DEVICE=TPU or PJRT_DEVICE=CPU, or unset it.",
+        )
+    if platform == "TPU" and not _has_tpu():  # libtpu would ask for a metadata server for minutes
+        raise EngineUnavailableError(
+            "PJRT_DEVICE=TPU needs a machine with TPU chips.",
+            got="neither /dev/accel0... nor /dev/vfio/0... here",
+            fix="unset PJRT_DEVICE to run on virtual CPU devices; in a container, pass the chips' devices in.",
+        )
+    virtual = _integer("CPU_NUM_DEVICES")
     if platform == "CPU" and num_devices is not None:
-        virtual = os.environ.get("CPU_NUM_DEVICES")
-        if virtual is not None and int(virtual) != num_devices:
+        if virtual is not None and virtual != num_devices:
             raise EngineUnavailableError(
                 f"the number of virtual CPU devices is fixed by CPU_NUM_DEVICES={virtual} in the environment.",
                 got=f"{num_devices} devices",
@@ -42,20 +55,35 @@ def check_environment(num_devices: int | None) -> str:
     return platform
 
 
+def _integer(variable: str) -> int | None:
+    """What an environment variable counts; None if it is not set."""
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise EngineUnavailableError(
+            f"the environment variable {variable} is a positive integer.",
+            got=f"{variable}={text!r}",
+            fix=f"unset {variable}, or give it a number.",
+        )
+    return int(text)
+
+
 def _has_tpu() -> bool:
     """Whether this is a TPU VM: chips show as /dev/accel0... or, from v5p on, as /dev/vfio/0..."""
-    if os.path.exists("/dev/accel0"):
-        return True
-    return os.path.isdir("/dev/vfio") and any(name.isdigit() for name in os.listdir("/dev/vfio"))
+    return bool(glob.glob("/dev/accel[0-9]*") or glob.glob("/dev/vfio/[0-9]*"))
 
 
 def start_runtime(num_devices: int | None) -> None:
     """Switches torch_xla to SPMD and checks what came up.
 
     Raises:
-      EngineUnavailableError: torch_xla is not installed, was used before, or has another number of devices.
+      EngineUnavailableError: torch_xla is not installed, was used before, finds no devices, or another number of them.
     """
     already_imported = "torch_xla" in sys.modules
+    # XLA warns at every compile that GSPMD will go; torch_xla 2.9.0, the last release, has nothing else. Errors are shown.
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # "1" is what torch_xla sets when it is imported
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
     try:
         import torch_xla
     except ImportError as error:
@@ -68,7 +96,7 @@ def start_runtime(num_devices: int | None) -> None:
 
     if not xr.is_spmd():
         # After a device, a seed or a tensor on "xla" has been touched, use_spmd() is a segmentation fault later on.
-        if already_imported and torch_xla._XLAC._xla_get_spmd_config_is_locked():
+        if already_imported and torch_xla._XLAC._xla_get_spmd_config_is_locked():  # pyright: ignore[reportPrivateImportUsage]
             raise EngineUnavailableError(
                 "the engine must start before torch_xla touches a device.",
                 got="a device, a seed or a tensor on 'xla' was used earlier in this process",
@@ -77,7 +105,14 @@ def start_runtime(num_devices: int | None) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             xr.use_spmd()
-    found = xr.global_runtime_device_count()
+    try:
+        found = xr.global_runtime_device_count()
+    except (RuntimeError, OSError) as error:
+        raise EngineUnavailableError(
+            f"the runtime must find its devices (PJRT_DEVICE={os.environ['PJRT_DEVICE']}).",
+            got=str(error),
+            fix="see that no other process uses the TPU, or set PJRT_DEVICE=CPU to run on virtual CPU devices.",
+        ) from error
     if num_devices is not None and found != num_devices:
         raise EngineUnavailableError(
             "the engine must run on all devices that the runtime has.",
