@@ -1,10 +1,12 @@
 """The training step against torch_xla's FSDPv2 with scan_layers and against eager torch: same model, batch and losses.
 
-    python benchmarks/step.py [--steps 8] [--layers 8] [--width 256] [--batch 16] [--seq 256]
+    pip install -e '.[bench]'
+    python benchmarks/step.py
 
-Each runs in a process of its own, in turn, so that a machine whose speed drifts treats them alike; the figures are
-medians over the steps of all rounds. `first` is the time from a built model on the CPU or meta device to the end of
-the first step, compilation included.
+Each contender runs in processes of its own, in turn, so that a machine whose speed drifts treats them alike. `first` is
+the median over the rounds of the time from a model (on the CPU, or for shardtorch on the meta device) to the end of the
+first step, placement and compilation included; `step` and `host` are medians over later steps, of the whole step and
+of the part until the host has handed it to the devices.
 """
 
 import argparse
@@ -14,12 +16,16 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 NUM_DEVICES = 8
+Contender = tuple[float, Callable[[], tuple[float, float]], Callable[[], int]]
+"""When it began, one step (which returns the loss and when the host was done), and the number of graphs compiled."""
 
 
 def model_config(args):
+    """The benchmarked model: `llama-tiny` with other sizes."""
     from shardtorch.models import preset
 
     heads = args.width // 16
@@ -36,6 +42,7 @@ def model_config(args):
 
 
 def batches(args):
+    """One batch of random tokens, the same for all."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -57,7 +64,7 @@ def initial_model(args):
     return fully_shard(model, Mesh(fsdp=1), init=model.initializers(), engine=ReferenceEngine())
 
 
-def run_shardtorch(args, remat=False):
+def run_shardtorch(args) -> Contender:
     import torch
 
     import shardtorch as st
@@ -86,12 +93,15 @@ def run_shardtorch(args, remat=False):
     return begin, one, engine.num_compiles
 
 
-def run_fsdpv2(args):
+def run_fsdpv2(args) -> Contender:
     import numpy as np
     import torch
 
     os.environ.update(PJRT_DEVICE="CPU", CPU_NUM_DEVICES=str(NUM_DEVICES))
-    model = initial_model(args)
+    from shardtorch.models import Llama
+
+    model = Llama(model_config(args))
+    model.load_state_dict(initial_model(args).state_dict())
     import torch_xla
     import torch_xla.debug.metrics as met
     import torch_xla.distributed.spmd as xs
@@ -156,7 +166,7 @@ def run_fsdpv2(args):
     return begin, one, lambda: (met.metric_data("CompileTime") or [0])[0]
 
 
-def run_eager(args):
+def run_eager(args) -> Contender:
     import torch
 
     from shardtorch.train import adamw, make_step
@@ -177,6 +187,7 @@ CONTENDERS = {"shardtorch": run_shardtorch, "fsdpv2": run_fsdpv2, "eager": run_e
 
 
 def child(args):
+    """Runs one contender in this process and prints its figures."""
     begin, one, num_compiles = CONTENDERS[args.child](args)
     result = {"step_s": [], "host_s": [], "loss": []}
     for i in range(args.steps + 1):
@@ -195,7 +206,7 @@ def child(args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in dict(steps=8, rounds=2, layers=8, width=256, batch=16, seq=256).items():
+    for name, default in {"steps": 8, "rounds": 2, "layers": 8, "width": 256, "batch": 16, "seq": 256}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--mesh", default="fsdp=8")
     parser.add_argument("--remat", action="store_true")

@@ -1,16 +1,14 @@
 """`mark_sharding`: the user's verb over any tensor."""
 
-from collections.abc import Sequence
-
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardtorch.engine import Engine, running
 from shardtorch.errors import ShardingError
-from shardtorch.mesh import Mesh, NamedSharding, PartitionSpec
+from shardtorch.mesh import Mesh, NamedSharding, PartitionSpec, SpecLike
 
 
-def mark_sharding(x: Tensor, mesh: Mesh, spec: PartitionSpec | Sequence, *, name: str | None = None) -> Tensor:
+def mark_sharding(x: Tensor, mesh: Mesh, spec: SpecLike, *, name: str | None = None) -> Tensor:
     """Says how a tensor lies on the mesh.
 
     Leaf data (a parameter, a batch) is cut up where it is, before it was ever replicated if no graph has used it yet;
@@ -20,7 +18,7 @@ def mark_sharding(x: Tensor, mesh: Mesh, spec: PartitionSpec | Sequence, *, name
     Args:
       x: A tensor on the engine's device.
       mesh: The mesh; an axis of -1 is inferred from the engine's devices.
-      spec: A `P`, a tuple or a list, with at most one entry per dim.
+      spec: A `P`, a tuple or a list, with at most one entry per dim; None for a tensor that is whole on every device.
       name: What to call the tensor in errors.
 
     Returns:
@@ -32,20 +30,34 @@ def mark_sharding(x: Tensor, mesh: Mesh, spec: PartitionSpec | Sequence, *, name
       EngineUnavailableError: No engine was started.
     """
     engine = running()
-    if not isinstance(x, Tensor):
-        raise ShardingError("only tensors can be sharded.", got=f"{type(x).__name__}", fix="pass a torch.Tensor.")
-    sharding = NamedSharding(bind(mesh, engine), PartitionSpec.of(spec))
-    sharding.validate(tuple(x.shape), name)
-    if x.device.type == "meta":
-        raise ShardingError(
-            f"{name or 'the tensor'}: a tensor on the meta device has no data to shard.",
-            got=f"shape {tuple(x.shape)} on meta",
-            fix="use fully_shard(model, mesh, init=...), which makes the data shard by shard.",
-        )
-    x = engine.annotate(x, sharding)
+    try:
+        sharding = _checked(x, mesh, spec, engine)
+        x = engine.annotate(x, sharding)
+    except ShardingError as error:
+        raise (error if name is None else error.within(name)) from None
     if x.is_leaf and x.requires_grad:
         constrain_gradient(x, sharding, engine)
     return x
+
+
+def _checked(x: Tensor, mesh: Mesh, spec: SpecLike, engine: Engine) -> NamedSharding:
+    if not isinstance(x, Tensor):
+        raise ShardingError("only tensors can be sharded.", got=f"a {type(x).__name__}", fix="pass a torch.Tensor.")
+    if not isinstance(mesh, Mesh):
+        raise ShardingError(
+            "tensors are sharded over a shardtorch.Mesh.",
+            got=f"a {type(mesh).__name__} in its place",
+            fix="call mark_sharding(x, Mesh(fsdp=8), P('fsdp')).",
+        )
+    sharding = NamedSharding(bind(mesh, engine), PartitionSpec.of(spec))
+    sharding.validate(tuple(x.shape))
+    if x.device.type == "meta":
+        raise ShardingError(
+            "a tensor on the meta device has no data to shard.",
+            got=f"shape {tuple(x.shape)} on meta",
+            fix="use fully_shard(model, mesh, init=...), which makes the data shard by shard.",
+        )
+    return sharding
 
 
 def constrain_gradient(parameter: Tensor, sharding: NamedSharding, engine: Engine) -> None:

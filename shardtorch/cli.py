@@ -1,7 +1,8 @@
 """The command line: a verb, its settings, one call."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import tyro
 from rich.console import Console
@@ -10,7 +11,14 @@ from shardtorch import run
 from shardtorch.config import DoctorConfig, GenerateConfig, InspectConfig, TrainConfig
 from shardtorch.errors import ShardtorchError
 
-VERBS = {"train": TrainConfig, "generate": GenerateConfig, "inspect": InspectConfig, "doctor": DoctorConfig}
+# tyro 1.0 puts what the constructor of a class raises into a box of its own making. What any other callable raises it
+# leaves to us, so that an error looks the same wherever it comes from.
+VERBS: Mapping[str, Callable[..., object]] = {
+    "train": partial(TrainConfig),
+    "generate": partial(GenerateConfig),
+    "inspect": partial(InspectConfig),
+    "doctor": DoctorConfig,
+}
 """Settings by verb."""
 
 
@@ -26,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         config = tyro.extras.subcommand_cli_from_dict(
-            VERBS,
+            dict(VERBS),
             prog="shardtorch",
             description="SPMD for PyTorch on TPUs: pretrain, look at plans, generate.",
             args=argv,

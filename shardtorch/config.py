@@ -1,6 +1,7 @@
 """What a command can be told. Settings are data: frozen, checked when made, written beside the run as JSON."""
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -10,15 +11,11 @@ from shardtorch.errors import ConfigError
 from shardtorch.mesh import Mesh
 
 
-def _default_cache() -> Path:
-    return Path("~/.cache/shardtorch").expanduser()
-
-
 @dataclass(frozen=True)
 class TrainConfig:
     """Pretrain a model on text."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Preset: llama-tiny, llama3-8b, llama3-70b or llama3-405b."""
     out: Path = Path("runs/default")
     """Folder of the run: metrics, checkpoints, summary."""
@@ -36,8 +33,8 @@ class TrainConfig:
     `hf:OWNER/NAME[/SUBSET][:SPLIT]` with the extra `hub`."""
     text_field: str = "text"
     """Column of .jsonl and .parquet that holds the text."""
-    cache: Path = field(default_factory=_default_cache)
-    """Folder for tokenizers and tokens, shared between runs."""
+    cache: Path = Path("~/.cache/shardtorch")
+    """Folder for tokenizers and tokens, shared between runs; `~` is the home folder."""
     steps: int = 200
     """Train until this step, in updates; at most `decay_steps`."""
     decay_steps: int = 200
@@ -72,7 +69,8 @@ class TrainConfig:
     keep_checkpoints: int = 2
     """How many checkpoints stay."""
     sample_tokens: int = 120
-    """Length of the sample of generated text at the end, in tokens; 0 for none."""
+    """Length of the sample of generated text at the end, in tokens; 0 for none. It is made on the host's CPU, and only
+    of models of up to a billion parameters."""
     seed: int = 0
     """Of initial values and data order, 0 to 2**32 - 1."""
     resume: bool = False
@@ -82,10 +80,14 @@ class TrainConfig:
         for name in ("steps", "decay_steps", "global_batch_size", "seq_len", "loss_chunks", "eval_every_steps",
                      "save_every_steps", "keep_checkpoints"):  # fmt: skip
             _require(getattr(self, name) >= 1, f"{name} must be at least 1.", f"{name}={getattr(self, name)}")
+        if self.devices is not None:
+            _require(self.devices >= 1, "devices must be at least 1.", f"devices={self.devices}")
         for name in ("lr", "clip_norm"):
-            _require(getattr(self, name) > 0, f"{name} must be positive.", f"{name}={getattr(self, name)}")
+            value = getattr(self, name)
+            _require(0 < value < math.inf, f"{name} must be positive and finite.", f"{name}={value}")
         for name in ("weight_decay", "warmup_steps", "sample_tokens"):
-            _require(getattr(self, name) >= 0, f"{name} must not be negative.", f"{name}={getattr(self, name)}")
+            value = getattr(self, name)
+            _require(0 <= value < math.inf, f"{name} must be finite and not negative.", f"{name}={value}")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1).", f"{name}={getattr(self, name)}")
         _require(0 <= self.seed < 2**32, "seed must be an unsigned 32-bit number.", f"seed={self.seed}")
@@ -118,9 +120,9 @@ class TrainConfig:
 class GenerateConfig:
     """Continue a text with a trained model, in plain torch on the CPU."""
 
-    run: Annotated[Path, tyro.conf.Positional]
+    run: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Folder of a run, or of one checkpoint in it."""
-    prompt: str = "The "
+    prompt: str = "The"
     """Text to continue."""
     max_new_tokens: int = 200
     """Tokens to generate."""
@@ -134,14 +136,14 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
             value = getattr(self, name)
-            _require(value >= least, f"{name} must be at least {least}.", f"{name}={value}")
+            _require(least <= value < math.inf, f"{name} must be finite and at least {least}.", f"{name}={value}")
 
 
 @dataclass(frozen=True)
 class InspectConfig:
     """Show how a model lies on a mesh: each parameter's spec, shard and bytes. Needs no devices and no memory."""
 
-    model: Annotated[str, tyro.conf.Positional]
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Preset: llama-tiny, llama3-8b, llama3-70b or llama3-405b."""
     mesh: str = "fsdp=8"
     """Axes and sizes of the mesh, such as `data=2,fsdp=16,tensor=4`."""

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import environment
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,7 +19,8 @@ def code_of(page: str) -> str:
 
 
 def run(program: str, folder: Path) -> str:
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -40,7 +42,9 @@ def test_sharding_page(tmp_path: Path) -> None:
 def test_training_page(tmp_path: Path) -> None:
     train = [sys.executable, "-m", "shardtorch.cli", "train", "llama-tiny", "--mesh", "fsdp=2", "--devices", "2"]
     quick = ["--steps", "1", "--seq-len", "16", "--sample-tokens", "0", "--out", str(tmp_path / "run")]
-    subprocess.run([*train, *quick, "--cache", str(tmp_path / "cache")], check=True, capture_output=True)
+    subprocess.run(
+        [*train, *quick, "--cache", str(tmp_path / "cache")], env=environment(), check=True, capture_output=True
+    )
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000001"
     run(f"checkpoint = {str(checkpoint)!r}\n{code_of('docs/training.md')}", tmp_path)
 

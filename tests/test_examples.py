@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import environment
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def run(name: str, *args: str) -> str:
     command = [sys.executable, str(EXAMPLES / name), *args]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardtorch.errors import ShardingError
+from shardtorch.errors import ShardingError, ShardtorchError
 from shardtorch.mesh import NamedSharding
 
 Index = tuple[slice, ...]
@@ -19,7 +19,8 @@ ReadShard = Callable[[Index], Tensor]
 LayerBody = Callable[..., Tensor]
 """`body(x, weights, *constants) -> x`: one layer, with `weights` by name and without the layer dim."""
 
-Step = TypeVar("Step", bound=Callable)
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -50,22 +51,65 @@ class Shard:
     """0 for the one copy that a checkpoint writes, higher for further copies of the same box."""
 
 
+def is_stack(shape: Sequence[int], sharding: NamedSharding) -> bool:
+    """Whether a tensor is materialized one index of dim 0 at a time: a stack of layers, whole along dim 0."""
+    return len(shape) >= 3 and sharding.mesh.axis_size(sharding.spec.axes_of(0)) == 1
+
+
 def check_part(part: Tensor, global_shape: Sequence[int], process_count: int) -> None:
     """Checks that one process's rows are of the global tensor.
 
     Raises:
-      ShardingError: The shapes disagree.
+      ShardingError: The shapes disagree, or the rows are not on the CPU.
     """
     want = list(global_shape)
     if want:
         want[0] //= process_count
-    if list(part.shape) != want:
+    if list(part.shape) != want or part.device.type != "cpu":
         raise ShardingError(
             f"each of {process_count} processes must give its equal share of the rows of a tensor of shape "
-            f"{tuple(global_shape)}.",
-            got=f"a part of shape {tuple(part.shape)}",
-            fix=f"give a part of shape {tuple(want)}.",
+            f"{tuple(global_shape)}, on the CPU.",
+            got=f"a part of shape {tuple(part.shape)} on {part.device}",
+            fix=f"give a part of shape {tuple(want)} on the CPU.",
         )
+
+
+def check_scan(weights: Mapping[str, Tensor], constants: Sequence[Tensor]) -> int:
+    """The number of layers that a scan goes over.
+
+    Raises:
+      ShardtorchError: The weights do not say, or a constant requires a gradient.
+    """
+    num_layers = {name: len(w) if w.ndim else None for name, w in weights.items()}
+    first = next(iter(num_layers.values()), None)
+    if not first or any(count != first for count in num_layers.values()):
+        raise ShardtorchError(
+            "the weights of a scan must all have the same number of layers, at least one, as their dim 0.",
+            got=", ".join(f"{name} {tuple(w.shape)}" for name, w in weights.items()) or "no weights",
+            fix="stack one slice per layer for every weight.",
+        )
+    if any(constant.requires_grad for constant in constants):
+        raise ShardtorchError(
+            "a constant of a scan must not require a gradient.",
+            got="an argument of the layers, besides the first, that depends on parameters",
+            fix="detach it, or make it part of the first argument.",
+        )
+    return first
+
+
+def check_layer_output(x: Tensor, y: Tensor) -> Tensor:
+    """The output `y` of a scanned layer with input `x`.
+
+    Raises:
+      ShardtorchError: It can't be the input of the next layer.
+    """
+    if (y.shape, y.dtype) != (x.shape, x.dtype):
+        raise ShardtorchError(
+            "a scanned layer must return a tensor of the shape and dtype of its input.",
+            got=f"input {tuple(x.shape)} {x.dtype}, output {tuple(y.shape)} {y.dtype}",
+            fix="cast the output, and norm weights too: float32 weights make bfloat16 activations float32.",
+        )
+    return y
 
 
 class Engine(Protocol):
@@ -108,6 +152,9 @@ class Engine(Protocol):
 
         Returns:
           The same value, annotated. Use it in place of `x`.
+
+        Raises:
+          ShardingError: The sharding does not fit `x`, or `x` is not on the engine's device.
         """
         ...
 
@@ -116,7 +163,7 @@ class Engine(Protocol):
         for a value of a graph, does what `constrain` does.
 
         Raises:
-          ShardingError: `x` is not on the engine's device.
+          ShardingError: The sharding does not fit `x`, or `x` is not on the engine's device.
         """
         ...
 
@@ -126,6 +173,9 @@ class Engine(Protocol):
         Args:
           part: On the CPU: this process's rows of dim 0, of `global_shape[0] / process_count` rows, in process order.
           global_shape: Shape of the tensor over all processes.
+
+        Raises:
+          ShardingError: The part, or the sharding, is not of a tensor of that shape.
         """
         ...
 
@@ -140,15 +190,23 @@ class Engine(Protocol):
           weights: By name, each `[num_layers, ...]`.
           constants: Further tensors that every layer gets; no gradient flows to them.
           remat: Save only each layer's input and compute the layer again in the backward pass.
+
+        Raises:
+          ShardtorchError: The weights have no common number of layers, a constant requires a gradient, or the output
+            of `body` is unlike its input.
         """
         ...
 
-    def compile(self, step: Step) -> Step:
+    def compile(self, step: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         """The same function, run as one graph: everything it computes is dispatched once, when it returns."""
         ...
 
     def local_shards(self, x: Tensor, sharding: NamedSharding) -> list[Shard]:
-        """The pieces of `x` on this process's devices, copied to the CPU."""
+        """The pieces of `x` on this process's devices, copied to the CPU, in the order of the devices' ids.
+
+        Raises:
+          ShardingError: `x` does not lie on the devices as `sharding` says.
+        """
         ...
 
     def sharding_of(self, x: Tensor) -> str:

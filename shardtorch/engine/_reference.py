@@ -1,11 +1,13 @@
 """The reference engine: one CPU device, eager torch. It checks every spec and applies none: the oracle of the tests."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from shardtorch.engine import _contract
+from shardtorch.errors import ShardingError
 from shardtorch.mesh import NamedSharding
 
 
@@ -26,12 +28,14 @@ class ReferenceEngine(_contract.Engine):
     ) -> Tensor:
         sharding.validate(tuple(shape))
         x = torch.empty(tuple(shape), dtype=dtype)
-        seen = set()
-        for index in sharding.index_ranges(tuple(shape)).values():
-            key = tuple((s.start, s.stop) for s in index)
-            if key not in seen:  # replicas of one box are read once
-                seen.add(key)
-                x[index] = read(index).detach().to(dtype)
+        ranges = sharding.index_ranges(tuple(shape)).values()
+        boxes = {tuple((s.start, s.stop) for s in index): index for index in ranges}  # replicas are read once
+        num_layers = shape[0] if _contract.is_stack(shape, sharding) else 0
+        rows = [(slice(layer, layer + 1),) for layer in range(num_layers)] or [()]
+        for first in rows:
+            for index in boxes.values():
+                box = (*first, *index[len(first) :])
+                x[box] = read(box).detach().to(dtype)
         return x
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, sharding: NamedSharding) -> Tensor:
@@ -39,6 +43,12 @@ class ReferenceEngine(_contract.Engine):
         return torch.zeros(tuple(shape), dtype=dtype)
 
     def constrain(self, x: Tensor, sharding: NamedSharding) -> Tensor:
+        if x.device != self.device:
+            raise ShardingError(
+                "only a tensor on the engine's device can be annotated.",
+                got=f"a tensor on {x.device}",
+                fix="move it to the CPU, where the reference engine computes.",
+            )
         sharding.validate(tuple(x.shape))
         return x
 
@@ -48,7 +58,7 @@ class ReferenceEngine(_contract.Engine):
     def put(self, part: Tensor, sharding: NamedSharding, global_shape: Sequence[int]) -> Tensor:
         _contract.check_part(part, global_shape, process_count=1)
         sharding.validate(tuple(global_shape))
-        return part
+        return part.detach().clone()
 
     def scan(
         self,
@@ -59,21 +69,22 @@ class ReferenceEngine(_contract.Engine):
         *,
         remat: bool,
     ) -> Tensor:
-        num_layers = len(next(iter(weights.values())))
-        for layer in range(num_layers):
-            layer_weights = {name: w[layer] for name, w in weights.items()}
-            if remat and torch.is_grad_enabled():
-                x = torch.utils.checkpoint.checkpoint(body, x, layer_weights, *constants, use_reentrant=False)
-            else:
-                x = body(x, layer_weights, *constants)
+        recompute = remat and torch.is_grad_enabled()
+        for layer in range(_contract.check_scan(weights, constants)):
+            arguments = (x, {name: w[layer] for name, w in weights.items()}, *constants)
+            y = checkpoint(body, *arguments, use_reentrant=False) if recompute else body(*arguments)
+            assert isinstance(y, Tensor)
+            x = _contract.check_layer_output(x, y)
         return x
 
-    def compile(self, step: _contract.Step) -> _contract.Step:
+    def compile(
+        self, step: Callable[_contract.Arguments, _contract.Result]
+    ) -> Callable[_contract.Arguments, _contract.Result]:
         return step
 
     def local_shards(self, x: Tensor, sharding: NamedSharding) -> list[_contract.Shard]:
         return [
-            _contract.Shard(index, x[index].detach(), sharding.replica_of(device))
+            _contract.Shard(index, x[index].detach().clone(), sharding.replica_of(device))
             for device, index in sharding.index_ranges(tuple(x.shape)).items()
         ]
 

@@ -5,17 +5,17 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardtorch.annotate import bind, constrain_gradient
 from shardtorch.engine import Engine, ReadShard, running
 from shardtorch.errors import ShardingError
 from shardtorch.fsdp._gather import Use, read_as
 from shardtorch.fsdp._hooks import constrain_input, constrain_output
-from shardtorch.fsdp._initial import Initializer
+from shardtorch.fsdp._initial import Initializer, check_rules
 from shardtorch.fsdp._names import LAYER, Names
 from shardtorch.fsdp._read import read_parameter, read_stack, read_tensor
 from shardtorch.fsdp._stack import StackedLayers, check_alike, check_not_shared
@@ -35,6 +35,8 @@ class Placement:
 
 _T = TypeVar("_T")
 _placements: WeakKeyDictionary[nn.Module, Placement] = WeakKeyDictionary()
+_sharded: WeakSet[nn.Module] = WeakSet()
+"""Every module of a model that has a placement."""
 
 
 def placement(model: nn.Module) -> Placement:
@@ -80,8 +82,8 @@ def fully_shard(
         plan and gathers nothing.
       plan: Specs of parameters, such as for tensor parallelism, and of the inputs and outputs of modules. A stack is
         matched as `layers.*....` by its specs for one layer. `plan.large` says what a large parameter is.
-      init: Initial values by pattern of parameter names; those not named start as torch starts them. The first
-        pattern that matches wins. Draws depend on the seed and the name, not on the mesh.
+      init: Initial values of parameters on the meta device, by pattern of their names; those not named start as torch
+        starts them. The first pattern that matches wins. Draws depend on the seed and the name, not on the mesh.
       seed: Of the initial values.
       stack: Path of a `ModuleList` of equal layers, to be stored as stacks and run as one scan.
       remat: With `stack`: keep each layer's input only and compute the layer again in the backward pass.
@@ -99,9 +101,11 @@ def fully_shard(
     mesh = bind(mesh, engine)
     plan = plan or ShardingPlan({})
     axes = () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
-    if model in _placements:
+    if again := [path for path, module in model.named_modules() if module in _sharded]:
         raise ShardingError(
-            "a model is sharded once.", got=f"a {type(model).__name__} that is sharded", fix="build it anew."
+            "a model is sharded once, with all that is in it.",
+            got=f"{again[0] or 'the model'} ({type(model.get_submodule(again[0])).__name__}), which is sharded",
+            fix="build it anew, and call fully_shard on the whole model only.",
         )
     if remat and stack is None:
         raise ShardingError(
@@ -114,8 +118,11 @@ def fully_shard(
     shardings = _shardings(plan, shapes, mesh, axes)  # of one layer, for a stack
     paths = list(_stored(names, dict(model.named_modules())))
     inputs, outputs = plan.resolve_modules(paths, mesh)
+    check_rules(init or {}, [name for name, _ in model.named_parameters()])
     reads = {name: _read_stored(names, name, lambda n: read_parameter(model, n, init or {}, seed)) for name in shapes}
-    buffer_shardings, buffer_reads = _plan_buffers(model, names, mesh)
+    buffers = _stored_buffers(model, names)
+    buffer_shardings = dict.fromkeys(buffers, NamedSharding(mesh, P()))  # every device gets every buffer whole
+    buffer_reads = {name: _read_stored(names, name, lambda n: read_tensor(model.get_buffer(n))) for name in buffers}
     ties = dict(model.named_parameters(remove_duplicate=False))
 
     uses = {name: Use(engine, sharding, axes, compute_dtype) for name, sharding in shardings.items()}
@@ -131,12 +138,13 @@ def fully_shard(
         for name, sharding in shardings.items()
     }
     _place_parameters(model, names, ties, stored_shardings, reads, uses, engine)
-    _place_buffers(model, names, buffer_shardings, buffer_reads, engine)
+    _place_buffers(model, names, buffers, buffer_shardings, buffer_reads, engine)
     for path, sharding in inputs.items():
         constrain_input(model.get_submodule(path), path, sharding, engine)
     for path, sharding in outputs.items():
         constrain_output(model.get_submodule(path), path, sharding, engine)
     _placements[model] = Placement(mesh, engine, stored_shardings)
+    _sharded.update(model.modules())
     load_by_shard(model, names, stored_shardings | buffer_shardings, engine)
     return model
 
@@ -171,7 +179,7 @@ def _shardings(
     """The plan's shardings, each large parameter sharded over `axes` as well."""
     if not axes:
         return plan.resolve(shapes, mesh)
-    mesh.check_axes(axes)
+    mesh.check_axes(PartitionSpec(axes).axes)  # which raises if one comes twice
     shardings = replace(plan, large=sys.maxsize).resolve(shapes, mesh)  # none is forgotten: the axes take the rest
     return {
         name: _add_axes(name, shapes[name], sharding, axes) if math.prod(shapes[name]) >= plan.large else sharding
@@ -185,14 +193,16 @@ def _add_axes(name: str, shape: tuple[int, ...], sharding: NamedSharding, axes: 
     if size == 1:
         return sharding
     entries = [sharding.spec.axes_of(dim) for dim in range(len(shape))]
-    free = [dim for dim, used in enumerate(entries) if not used and shape[dim] % size == 0]
-    if not free:
+    fitting = [dim for dim, used in enumerate(entries) if shape[dim] % (size * sharding.mesh.axis_size(used)) == 0]
+    if not fitting:
         raise ShardingError(
-            f"{name}: no dim that is free can be divided by mesh axis {' x '.join(missing)} of size {size}.",
+            f"{name}: no dim can be divided by mesh axis {' x '.join(missing)} of size {size}.",
             got=f"shape {shape}, spec {sharding.spec}, mesh {sharding.mesh}",
             fix="give the parameter a spec in the plan and pass axis=None, or choose another size of the axis.",
         )
-    entries[max(free, key=lambda dim: shape[dim])] = missing
+    # One that the plan leaves whole if there is any, and of those the largest.
+    dim = max(fitting, key=lambda dim: (not entries[dim], shape[dim]))
+    entries[dim] = (*entries[dim], *missing)
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 
@@ -220,9 +230,10 @@ def _place_parameters(
         old = model.get_parameter(first)
         shape = (names.num_layers, *old.shape) if names.is_stacked(first) else tuple(old.shape)
         data = engine.materialize(shape, old.dtype, shardings[first], reads[first])
-        parameter = nn.Parameter(data, requires_grad=old.requires_grad)
-        if parameter.requires_grad:
+        parameter = nn.Parameter(data, requires_grad=data.is_floating_point() or data.is_complex())
+        if parameter.requires_grad:  # or can be: the hook stays with a frozen parameter for when it is thawed
             constrain_gradient(parameter, shardings[first], engine)
+            parameter.requires_grad_(old.requires_grad)
         for owner in (first, *others):
             path, _, name = owner.rpartition(".")
             module = model.get_submodule(path)
@@ -231,30 +242,38 @@ def _place_parameters(
                 read_as(module, name, uses[first])
 
 
-def _plan_buffers(model: nn.Module, names: Names, mesh: Mesh) -> tuple[dict[str, NamedSharding], dict[str, ReadShard]]:
-    """Every device gets every buffer whole."""
-    for name, buffer in model.named_buffers():
+def _stored_buffers(model: nn.Module, names: Names) -> dict[str, Tensor]:
+    """The model's buffers by stored name, a shared one by each of its names; for a stack, the first layer's.
+
+    Raises:
+      ShardingError: One has no values.
+    """
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for name, buffer in buffers.items():
         if buffer.is_meta:
             raise ShardingError(
                 f"{name}: a buffer must have its values before the model is sharded.",
                 got="a buffer on the meta device",
                 fix="compute it in forward, or make it with device='cpu'.",
             )
-    stored = list(_stored(names, dict(model.named_buffers())))
-    reads = {name: _read_stored(names, name, lambda n: read_tensor(model.get_buffer(n))) for name in stored}
-    return dict.fromkeys(stored, NamedSharding(mesh, P())), reads
+    return _stored(names, buffers)
 
 
 def _place_buffers(
     model: nn.Module,
     names: Names,
+    buffers: Mapping[str, Tensor],
     shardings: Mapping[str, NamedSharding],
     reads: Mapping[str, ReadShard],
     engine: Engine,
 ) -> None:
-    for name, sharding in shardings.items():
+    """Puts placed buffers in the place of the model's, one for all owners of a shared one; each stack is its own."""
+    placed: dict[int | str, Tensor] = {}
+    for name, buffer in buffers.items():
+        is_stacked = names.is_stacked(name)
+        key = name if is_stacked else id(buffer)
+        if key not in placed:
+            shape = (names.num_layers, *buffer.shape) if is_stacked else tuple(buffer.shape)
+            placed[key] = engine.materialize(shape, buffer.dtype, shardings[name], reads[name])
         path, _, short_name = name.rpartition(".")
-        module = model.get_submodule(path)
-        old = module.get_buffer(short_name)
-        shape = (names.num_layers, *old.shape) if names.is_stacked(name) else tuple(old.shape)
-        module._buffers[short_name] = engine.materialize(shape, old.dtype, sharding, reads[name])
+        model.get_submodule(path)._buffers[short_name] = placed[key]

@@ -72,22 +72,19 @@ def default_initializer(module: nn.Module, parameter: str, name: str) -> Initial
     Raises:
       ShardingError: The module is none of torch's standard ones, or starts or has parameters of its own.
     """
-    if parameter in ("weight", "bias"):  # and not what a subclass adds
-        if _starts_as(module, nn.Linear):
+    if parameter in ("weight", "bias"):  # and not what a subclass adds, or starts in its own way
+        start = getattr(type(module), "reset_parameters", None)
+        if isinstance(module, nn.Linear) and start is nn.Linear.reset_parameters:
             return _Uniform(module.in_features**-0.5)  # kaiming_uniform_ with a = sqrt(5), and the bias's bound
-        if _starts_as(module, nn.Embedding):
+        if start is nn.Embedding.reset_parameters:
             return _Normal()
-        if any(_starts_as(module, norm) for norm in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm)):
+        if start in (nn.LayerNorm.reset_parameters, nn.RMSNorm.reset_parameters, nn.GroupNorm.reset_parameters):
             return _Constant(1.0 if parameter == "weight" else 0.0)
     raise ShardingError(
         f"{name}: a parameter on the meta device needs a rule for its initial value.",
         got=f"a parameter of a {type(module).__name__}, for which there is no default",
         fix=f"pass init={{{name!r}: ...}} to fully_shard, or build the model on the CPU.",
     )
-
-
-def _starts_as(module: nn.Module, kind: type[nn.Module]) -> bool:
-    return isinstance(module, kind) and type(module).reset_parameters is kind.reset_parameters
 
 
 def check_rules(init: Mapping[str, Initializer], names: Collection[str]) -> None:

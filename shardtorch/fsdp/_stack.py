@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten  # torch 2.9.0 has no public one
 
 from shardtorch.engine import Engine
 from shardtorch.errors import ShardingError
@@ -55,23 +56,36 @@ class StackedLayers(nn.Module):
             fix="loop with `for layer in layers: x = layer(x, ...)`, or do not stack them (stack=None).",
         )
 
-    def forward(self, x: Tensor, *args) -> Tensor:
+    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
         """Runs every layer.
 
         Args:
           x: What the first layer gets; each layer returns the next one's.
-          *args: Passed to every layer alike. Tensors get no gradient; anything else must be hashable.
+          *args: Passed to every layer alike, as are keyword arguments. Tensors, in tuples, lists and dicts too, get no
+            gradient; anything else must be hashable.
+
+        Raises:
+          ShardingError: An argument is neither.
         """
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         # Tensors are operands of the scan; the rest is part of the layer's code.
-        static = tuple(None if isinstance(arg, Tensor) else (arg,) for arg in args)
+        static = tuple(None if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+        try:
+            hash(static)
+        except TypeError as error:
+            raise ShardingError(
+                f"{self.path}: an argument of stacked layers must be a tensor or hashable.",
+                got=f"arguments of {', '.join(type(leaf).__name__ for leaf in leaves)}: {error}",
+                fix="pass what the layer needs of it, or do not stack the layers (stack=None).",
+            ) from None
         layer = self.get_submodule(LAYER)
         weights = dict(layer.named_parameters()) | dict(layer.named_buffers())
-        return self._engine.scan(self._body(static), x, weights, tensors, remat=self.remat)
+        return self._engine.scan(self._body(static, structure), x, weights, tensors, remat=self.remat)
 
-    def _body(self, static: tuple) -> Callable[..., Tensor]:
+    def _body(self, static: tuple, structure: TreeSpec) -> Callable[..., Tensor]:
         """One layer as a function; the same object for the same static arguments, so that it is traced once."""
-        key = (static, self.training)
+        key = (static, structure, self.training)
         if key not in self._bodies:
             layer, uses = self.get_submodule(LAYER), self._uses
             buffers = [name for name, _ in layer.named_buffers()]
@@ -80,8 +94,9 @@ class StackedLayers(nn.Module):
                 weights = {name: uses[name](w) if name in uses else w for name, w in weights.items()}
                 versions = {name: weights[name]._version for name in buffers}
                 rest = iter(constants)
-                args = [next(rest) if arg is None else arg[0] for arg in static]
-                out = torch.func.functional_call(layer, weights, (x, *args))
+                leaves = [next(rest) if leaf is None else leaf[1] for leaf in static]
+                args, kwargs = tree_unflatten(leaves, structure)
+                out = torch.func.functional_call(layer, weights, (x, *args), kwargs)
                 for name, version in versions.items():
                     if weights[name]._version != version:
                         raise ShardingError(
@@ -106,7 +121,7 @@ def check_alike(layers: nn.Module, path: str) -> nn.ModuleList:
     Raises:
       ShardingError: With the first difference found.
     """
-    if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
+    if type(layers) is not nn.ModuleList or len(layers) == 0:  # a subclass may do more than hold layers
         raise ShardingError(
             f"{path}: only a ModuleList of layers can be stacked.",
             got=f"{type(layers).__name__} of {len(list(layers.children()))} modules",
@@ -117,7 +132,7 @@ def check_alike(layers: nn.Module, path: str) -> nn.ModuleList:
         facts = _description(layer)
         for key in first | facts:
             here, there = facts.get(key, absent), first.get(key, absent)
-            if here != there:
+            if not _equal(here, there):
                 values = [f"has no {key}" if v is absent else f"has {key} = {v!r}" for v in (here, there)]
                 raise ShardingError(
                     f"{path}: layers that are stacked must be alike.",
@@ -144,18 +159,32 @@ def check_not_shared(model: nn.Module, path: str) -> None:
             )
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
 def _description(layer: nn.Module) -> dict[str, object]:
-    """Everything about a layer that its code can depend on, besides values of tensors."""
+    """Everything about a layer that its code can depend on, besides values of parameters and buffers."""
     facts: dict[str, object] = {}
     for module_name, module in layer.named_modules():
         prefix = f"{module_name}." if module_name else ""
-        facts[f"{prefix}class"] = type(module).__name__
-        for key, value in vars(module).items():
-            if not key.startswith("_") and isinstance(value, int | float | str | bool | tuple | torch.dtype | None):
-                facts[prefix + key] = value
+        facts[f"{prefix}class"] = type(module).__qualname__
+        facts |= {prefix + key: list(getattr(module, key).values()) for key in _HOOKS}
+        facts |= {prefix + key: value for key, value in vars(module).items() if key not in _OF_EVERY_MODULE}
     for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
         facts[name] = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
     return facts
+
+
+def _equal(a: object, b: object) -> bool:
+    if type(a) is not type(b):
+        return False
+    try:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):  # one that is neither parameter nor buffer
+            return a is b or torch.equal(a, b)
+        return a is b or bool(a == b)
+    except (RuntimeError, ValueError):  # tensors without values; containers of tensors or arrays
+        return False
 
 
 def _name_layers(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:

@@ -70,7 +70,7 @@ def doctor(console: Console | None = None) -> bool:
         table.add_column(column)
     found = findings()
     for finding in found:
-        table.add_row("ok" if finding.ok else "!!", finding.what, finding.found, escape(finding.fix))
+        table.add_row("ok" if finding.ok else "!!", finding.what, escape(finding.found), escape(finding.fix))
     console.print(table)
     return all(finding.ok for finding in found)
 

@@ -1,6 +1,8 @@
 """`generate`: text from a trained model, in plain torch on the CPU."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -63,8 +65,9 @@ def load_model(checkpoint: Path) -> Llama:
             got="no 'model' in its manifest",
             fix="use a checkpoint that shardtorch train has written.",
         )
-    scaling = fields.pop("rope_scaling")
-    config = LlamaConfig(**fields, rope_scaling=None if scaling is None else RopeScaling(**scaling))
+    described: dict[str, Any] = {**fields}
+    scaling = described.pop("rope_scaling")
+    config = LlamaConfig(**described, rope_scaling=None if scaling is None else RopeScaling(**scaling))
     with torch.device("meta"):
         model = Llama(config)
     weights = read_tensors(checkpoint, "model.")
@@ -76,7 +79,8 @@ def load_model(checkpoint: Path) -> Llama:
 
 def _locate(run: Path) -> tuple[Path, Path]:
     """The checkpoint to use and the folder of its run."""
-    if run.name.startswith("step_"):
+    run = run.resolve()
+    if re.fullmatch(r"step_\d+", run.name):
         return run, run.parent.parent
     checkpoint = latest_checkpoint(run / "checkpoints")
     if checkpoint is None:

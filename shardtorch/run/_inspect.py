@@ -10,6 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from shardtorch.config import InspectConfig
+from shardtorch.errors import ConfigError
 from shardtorch.mesh import Mesh
 from shardtorch.models import LlamaConfig
 from shardtorch.run._model import build_model, model_config
@@ -75,6 +76,12 @@ def inspect(config: InspectConfig, console: Console | None = None) -> None:
     """
     console = console or Console()
     shape, mesh = model_config(config.model), Mesh.parse(config.mesh)
+    if not mesh.is_bound:
+        raise ConfigError(
+            "the sizes of all mesh axes must be given: there are no devices to infer one from.",
+            got=f"mesh={config.mesh}",
+            fix="write it like fsdp=4,tensor=2.",
+        )
     table = rows(shape, mesh)
     per_device = sum(row.bytes_per_device for row in table)
     totals = {
@@ -110,6 +117,7 @@ def inspect(config: InspectConfig, console: Console | None = None) -> None:
         f"parameters {_size(per_device)}, gradients {_size(per_device)}, AdamW moments {_size(2 * per_device)}; "
         f"together {_size(state)}, activations not counted.",
         highlight=False,
+        soft_wrap=True,
     )
 
 

@@ -4,13 +4,15 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
+from shardtorch.annotate import bind
 from shardtorch.config import TrainConfig
 from shardtorch.engine import Engine, start
 from shardtorch.errors import CheckpointError, ConfigError
@@ -20,6 +22,7 @@ from shardtorch.models import LlamaConfig
 from shardtorch.run._generate import sample
 from shardtorch.run._model import batch_axes, build_model, model_config
 from shardtorch.train import (
+    Batch,
     Corpus,
     Display,
     Loop,
@@ -33,13 +36,17 @@ from shardtorch.train import (
     make_eval_step,
     make_step,
     prepare,
+    read_extra,
     train_loader,
     zlib_bits_per_byte,
 )
 
-_MAY_DIFFER = {"out", "devices", "mesh", "dcn", "engine", "cache", "steps", "resume", "eval_every_steps",
-               "save_every_steps", "keep_checkpoints", "sample_tokens", "loss_chunks", "remat"}  # fmt: skip
-"""Settings that a resumed run may change: they don't change what is learned, up to rounding."""
+_MAY_DIFFER = {"out", "devices", "mesh", "dcn", "engine", "cache", "data", "text_field", "steps", "resume",
+               "eval_every_steps", "save_every_steps", "keep_checkpoints", "sample_tokens", "loss_chunks",
+               "remat"}  # fmt: skip
+"""Settings that a resumed run may change: they don't change what is learned, up to rounding. Text is
+compared by its content, wherever it lies."""
+_MAX_PARAMETERS_TO_SAMPLE = 1_000_000_000
 
 
 def train(config: TrainConfig, console: Console | None = None) -> Summary:
@@ -63,17 +70,22 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
             got=f"seq_len={config.seq_len}",
             fix=f"use --seq-len {shape.max_seq_len}.",
         )
-    checkpoints = config.out / "checkpoints"
-    resume_from = _resume_from(config, checkpoints)
+    resume_from = _resume_from(config)
     mesh = config.parse_mesh()
     engine = _start(config, mesh)
     inventory = engine.inventory()
-    mesh = mesh.bind(inventory.num_devices) if engine.name != "reference" else mesh.bind(1)
+    first_process = inventory.process_index == 0
+    if not first_process:
+        console = Console(quiet=True)
+    mesh = bind(mesh, engine)
     batch_sharding = NamedSharding(mesh, P(*batch_axes(mesh)))
     _check_batch(config, batch_sharding)
     model, plan = build_model(shape, mesh)
 
-    corpus = prepare(config.data, shape.vocab_size, config.cache, text_field=config.text_field, console=console)
+    cache = config.cache.expanduser()
+    corpus = prepare(config.data, shape.vocab_size, cache, text_field=config.text_field, console=console)
+    if resume_from is not None:
+        _check_same_text(resume_from, corpus)
     processes = {"process_index": inventory.process_index, "process_count": inventory.process_count}
     loader = train_loader(corpus, config.global_batch_size, config.seq_len, config.seed, **processes)
     heldout = heldout_batches(corpus, config.global_batch_size, config.seq_len, **processes)
@@ -85,7 +97,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
         "out": str(config.out),
     }
     with (
-        MetricsLog(config.out, _step_of(resume_from)) as log,
+        MetricsLog(config.out, _step_of(resume_from), writes=first_process) as log,
         Display(console, config.steps, _step_of(resume_from) or 0, header) as display,
     ):
         with display.waiting("placing the parameters, shard by shard"):
@@ -106,9 +118,16 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
         extra = {"config": _as_json(config), "model": dataclasses.asdict(shape), "data": corpus.fingerprint}
         if resume_from is not None:
             with display.waiting(f"resuming from {resume_from}"):
-                _check_same_run(state.restore(resume_from), extra, resume_from)
-        if inventory.process_index == 0:
-            _copy_tokenizer(corpus, config.out)
+                state.restore(resume_from)
+        if first_process:
+            with _writable(config.out):
+                shutil.copyfile(corpus.tokenizer_path, config.out / "tokenizer.json")
+
+        def batch(k: int) -> Batch:
+            found = loader[k]
+            assert found is not None, "the loader filters nothing out"
+            return found
+
         loop = Loop(
             engine=engine,
             batch_sharding=batch_sharding,
@@ -116,33 +135,49 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
             step=make_step(model, optimizer, clip_norm=config.clip_norm, loss_chunks=config.loss_chunks),
             eval_step=make_eval_step(model, loss_chunks=config.loss_chunks),
             schedule=Schedule(config.lr, config.warmup_steps, config.decay_steps),
-            batches=lambda k: loader[k],
+            batches=batch,
             heldout=heldout,
+            num_heldout_tokens=len(corpus.heldout) - 1,
             num_heldout_bytes=corpus.num_heldout_bytes,
             reference_bits_per_byte=reference,
             flops_per_token=shape.flops_per_token(config.seq_len),
             peak_flops=_peak_flops(inventory.platform, inventory.device_kind, inventory.num_devices),
             eval_every_steps=config.eval_every_steps,
             save_every_steps=config.save_every_steps,
-            save=lambda state: state.save(checkpoints, extra, keep=config.keep_checkpoints),
+            save=lambda state: state.save(config.out / "checkpoints", extra, keep=config.keep_checkpoints),
         )
         summary = loop.run(state, config.steps, log, display)
-    if inventory.process_index == 0:
+    if first_process:
         _report(config, shape, mesh, summary, reference, console)
     return summary
 
 
-def _resume_from(config: TrainConfig, checkpoints: Path) -> Path | None:
-    """The checkpoint to go on from; None for a fresh run."""
-    if not config.resume:
-        return None
-    newest = latest_checkpoint(checkpoints)
+def _resume_from(config: TrainConfig) -> Path | None:
+    """The checkpoint to go on from; None for a fresh run.
+
+    Raises:
+      CheckpointError: There is none to go on from.
+      ConfigError: There is one, but it is not asked for, or is of a run with other settings.
+    """
+    newest = latest_checkpoint(config.out / "checkpoints")
     if newest is None:
+        if not config.resume:
+            return None
+        begun = (config.out / "metrics.jsonl").exists()
         raise CheckpointError(
             f"{config.out}: there must be a checkpoint to resume from.",
-            got=f"none in {checkpoints}",
-            fix="start the run without --resume, or name its folder with --out.",
+            got=f"none in {config.out / 'checkpoints'}" + (": the run ended before its first one" if begun else ""),
+            fix="start a new run, with another --out."
+            if begun
+            else "start the run without --resume, or name its folder with --out.",
         )
+    if not config.resume:
+        raise ConfigError(
+            "a new run needs a folder that holds no checkpoints of another run.",
+            got=str(newest),
+            fix="continue that run with --resume, or choose another --out.",
+        )
+    _check_same_settings(newest, config)
     if (step := _step_of(newest) or 0) > config.steps:
         raise ConfigError(
             f"{config.out}: the run is past the step to train until.",
@@ -170,22 +205,38 @@ def _check_batch(config: TrainConfig, sharding: NamedSharding) -> None:
     sharding.validate((config.global_batch_size, config.seq_len), "the batch [global_batch_size, seq_len]")
 
 
-def _check_same_run(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path) -> None:
-    """A resumed run goes on with what it began with."""
-    before, after = saved.get("config", {}), now["config"]
+def _check_same_settings(path: Path, config: TrainConfig) -> None:
+    """A resumed run goes on with the settings that it began with."""
+    before, after = _saved_config(path), _as_json(config)
     differing = [name for name in after if name not in _MAY_DIFFER and before.get(name) != after[name]]
-    if saved.get("data") != now["data"] and "data" not in differing:
-        raise ConfigError(
-            f"{path}: a run must be resumed on the text that it began with.",
-            got="the text, or what is done to it, has changed",
-            fix="restore the text, or start a new run with another --out.",
-        )
     if differing:
         raise ConfigError(
             f"{path}: a run must be resumed with the settings that it began with.",
             got="; ".join(f"{name}: {before.get(name)!r} then, {after[name]!r} now" for name in differing),
             fix="give the same values as then, or start a new run with another --out.",
         )
+
+
+def _check_same_text(path: Path, corpus: Corpus) -> None:
+    """A resumed run goes on with the text that it began with, wherever it lies now."""
+    if read_extra(path).get("data") != corpus.fingerprint:
+        raise ConfigError(
+            f"{path}: a run must be resumed on the text that it began with.",
+            got=f"other text than that of data={_saved_config(path).get('data')!r} then",
+            fix="give the same text, or start a new run with another --out.",
+        )
+
+
+def _saved_config(path: Path) -> dict[str, Any]:
+    """The settings of the run that wrote a checkpoint."""
+    saved = read_extra(path).get("config")
+    if not isinstance(saved, dict):
+        raise CheckpointError(
+            f"{path}: a checkpoint to resume from must hold the settings of its run.",
+            got="no 'config' in its manifest",
+            fix="use a checkpoint that shardtorch train has written.",
+        )
+    return {**saved}
 
 
 def _peak_flops(platform: str, generation: str, num_devices: int) -> float | None:
@@ -196,8 +247,16 @@ def _peak_flops(platform: str, generation: str, num_devices: int) -> float | Non
     return chip.bf16_flops / chip.devices_per_chip * num_devices
 
 
-def _copy_tokenizer(corpus: Corpus, out: Path) -> None:
-    shutil.copyfile(corpus.tokenizer_path, out / "tokenizer.json")
+@contextmanager
+def _writable(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{out}: a run must be able to write its files.",
+            got=str(error),
+            fix="make room or make the folder writable, and continue with --resume.",
+        ) from error
 
 
 def _as_json(config: TrainConfig) -> dict[str, Any]:
@@ -213,13 +272,19 @@ def _report(
         "num_parameters": shape.num_parameters,
         "config": _as_json(config),
     }
-    if config.sample_tokens and not summary.interrupted:
-        text = sample(config.out, prompt="The ", max_new_tokens=config.sample_tokens)
+    if config.sample_tokens and not summary.interrupted and shape.num_parameters <= _MAX_PARAMETERS_TO_SAMPLE:
+        text = sample(config.out, prompt="The", max_new_tokens=config.sample_tokens)
         facts["sample"] = text
         console.print("\n[bold]A sample of its text[/bold]")
         console.print(text, markup=False, highlight=False)
-    (config.out / "summary.json").write_text(json.dumps(facts, indent=2) + "\n")
+    with _writable(config.out):
+        (config.out / "summary.json").write_text(json.dumps(facts, indent=2) + "\n")
     bits = summary.eval.bits_per_byte
     console.print(f"\nheld-out text: {bits:.3f} bits per byte (zlib -9 needs {reference:.3f})")
+    console.print(
+        f"in {config.out}: checkpoints, metrics.jsonl, eval.jsonl, tensorboard and summary.json", soft_wrap=True
+    )
     if summary.interrupted:
-        console.print(f"stopped after step {summary.step}; go on with: --resume --out {config.out}")
+        console.print(f"stopped after step {summary.step}; go on with the same command and --resume")
+    else:
+        console.print(f"to read more of it: shardtorch generate {config.out}", soft_wrap=True)

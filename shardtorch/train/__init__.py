@@ -6,6 +6,7 @@ from ._checkpoint import load_checkpoint as load_checkpoint
 from ._checkpoint import read_extra as read_extra
 from ._checkpoint import read_tensors as read_tensors
 from ._checkpoint import save_checkpoint as save_checkpoint
+from ._data import Batch as Batch
 from ._data import Corpus as Corpus
 from ._data import bits_per_byte as bits_per_byte
 from ._data import heldout_batches as heldout_batches

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from shardtorch.engine import Engine
-from shardtorch.errors import CheckpointError
+from shardtorch.errors import CheckpointError, ShardingError
 from shardtorch.mesh import NamedSharding
 from shardtorch.train._checkpoint_manifest import JSON, Chunk, Manifest, StoredTensor
 from shardtorch.train._checkpoint_reader import data_crc32, read_bytes, unpacked
@@ -120,7 +120,10 @@ class ShardPlanner(SavePlanner):
 
     def _fetch(self, key: str) -> dict[_Box, Tensor]:
         placed = self._tensors[key]
-        shards = self._engine.local_shards(placed.tensor, placed.sharding)
+        try:
+            shards = self._engine.local_shards(placed.tensor, placed.sharding)
+        except ShardingError as error:
+            raise CheckpointError(f"{key}: {error.law}", got=error.got, fix=error.fix) from error
         pieces = {_box(shard.index): shard.data.detach() for shard in shards if shard.replica == 0}
         assert sorted(pieces) == sorted(self._boxes[key]), f"{key}: the engine holds other shards than the mesh says"
         for box, data in pieces.items():

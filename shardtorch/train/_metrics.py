@@ -44,7 +44,7 @@ class MetricsLog:
     """Writes a run's metrics to `out_dir`; a context manager.
 
     Entering opens the files, and on resume first removes what lies beyond the checkpoint. Each line reaches the
-    operating system before the call that wrote it returns. One process of a run writes, and no other.
+    operating system before the call that wrote it returns.
 
     `metrics.jsonl` has the fields of `StepMetrics`; `mfu` is left out when it is None. `eval.jsonl` has `step`,
     `eval_loss` and `eval_bits_per_byte`. Floats are written so that they read back exactly. JSON has no NaN and no
@@ -54,6 +54,7 @@ class MetricsLog:
       out_dir: The run's folder; it is made if missing.
       resume_step: Step of the checkpoint that the run goes on from: later lines, and a last line that a crash
         left torn, are removed. Lines up to it are kept, however many there are. None starts afresh.
+      writes: False in all processes of a run but one: then no file is opened, and what comes is dropped.
 
     Raises:
       ConfigError: On entering: the run is fresh but `out_dir` already holds metrics, or a line that is not the
@@ -67,15 +68,18 @@ class MetricsLog:
     {"step": 1, "loss": 9.5, "grad_norm": 1.25, "lr": 0.0003, "tokens_per_s": 4096.0, "step_s": 1.0}
     """
 
-    def __init__(self, out_dir: Path, resume_step: int | None = None) -> None:
+    def __init__(self, out_dir: Path, resume_step: int | None = None, *, writes: bool = True) -> None:
         self.out_dir = Path(out_dir)
         self.resume_step = resume_step
+        self.writes = writes
         self._steps = _JsonLines(self.out_dir / "metrics.jsonl")
         self._evals = _JsonLines(self.out_dir / "eval.jsonl")
         self._tensorboard: SummaryWriter | None = None
         self._resources = ExitStack()
 
     def __enter__(self) -> "MetricsLog":
+        if not self.writes:
+            return self
         with ExitStack() as resources:  # closes what was opened when a later opening fails
             for lines in (self._steps, self._evals):
                 if self.resume_step is None:
@@ -99,6 +103,8 @@ class MetricsLog:
 
     def step(self, metrics: StepMetrics) -> None:
         """Append one step. Steps come in rising order."""
+        if not self.writes:
+            return
         assert metrics.step > self._steps.last_step, f"step {metrics.step} after step {self._steps.last_step}"
         fields = {name: value for name, value in asdict(metrics).items() if value is not None}
         self._steps.append(fields)
@@ -107,13 +113,16 @@ class MetricsLog:
     def eval(self, step: int, loss: float, bits_per_byte: float) -> None:
         """Append one evaluation on held-out text.
 
-        A step may be evaluated twice (by a run that is resumed at its end); both lines stand then.
+        A run that is resumed evaluates the state that it starts from, which the run before may have done: there is
+        one line a step, the first.
 
         Args:
           step: Number of updates of the evaluated state.
           loss: Mean in nats per token.
           bits_per_byte: The same loss per byte of text, in bits.
         """
+        if not self.writes or step <= self._evals.last_step:
+            return
         fields = {"step": step, "eval_loss": loss, "eval_bits_per_byte": bits_per_byte}
         self._evals.append(fields)
         self._add_scalars("eval", fields)

@@ -75,7 +75,8 @@ def adamw(
         foreach=False,  # one loop over the few stacks; torch has no fused kernels for XLA
         capturable=where.engine.device.type != "cpu",
     )
-    return shard_optimizer(optimizer, model)
+    shard_optimizer(optimizer, model)
+    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: torch.Tensor) -> None:

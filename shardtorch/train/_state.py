@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardtorch.errors import CheckpointError
-from shardtorch.fsdp import placement
+from shardtorch.fsdp import Placement, layer_ndim, placement
 from shardtorch.mesh import NamedSharding, P
 from shardtorch.train._checkpoint import Placed, load_checkpoint, save_checkpoint
 
@@ -32,7 +32,8 @@ class TrainState:
     def tensors(self) -> dict[str, Placed]:
         """Every tensor of the state: `model.NAME`, and `optimizer.KEY.NAME` for the state of each parameter.
 
-        A stack of layers has `*` for the layer in its name.
+        A stack of layers has `*` for the layer in its name, and stands for one tensor per layer. The optimizer counts
+        the updates of a stack once; here every layer has its count, as if the layers were not stacked.
         """
         where = placement(self.model)
         replicated = NamedSharding(where.mesh, P())
@@ -41,11 +42,12 @@ class TrainState:
             sharding = where.parameters[name]
             tensors[f"model.{name}"] = Placed(parameter.detach(), sharding)
             for key, value in self.optimizer.state[parameter].items():
-                # The count of updates is one number for a whole stack, so its name must not promise one per layer.
                 if value.ndim == 0:
-                    tensors[f"optimizer.{key}.{name.replace('*', 'all')}"] = Placed(value, replicated)
+                    layers = parameter.shape[: parameter.ndim - layer_ndim(name, parameter)]
+                    placed = Placed(_reshaped(value, layers, where), replicated)
                 else:
-                    tensors[f"optimizer.{key}.{name}"] = Placed(value, sharding)
+                    placed = Placed(value, sharding)
+                tensors[f"optimizer.{key}.{name}"] = placed
         return tensors
 
     def save(self, directory: Path, extra: Mapping[str, Any], *, keep: int | None = None) -> Path:
@@ -63,17 +65,39 @@ class TrainState:
         Raises:
           CheckpointError: Damaged, or of another model or optimizer.
         """
-        tensors, extra = load_checkpoint(path, self.tensors(), placement(self.model).engine)
-        if not isinstance(extra.get("step"), int):
+        where = placement(self.model)
+        tensors, extra = load_checkpoint(path, self.tensors(), where.engine)
+        step = extra.get("step")
+        if not isinstance(step, int):
             raise CheckpointError(
                 f"{path}: a checkpoint of a training run must name its step.",
-                got=f"step={extra.get('step')!r}",
+                got=f"step={step!r}",
                 fix="use a checkpoint that shardtorch train has written.",
             )
         for name, parameter in self.model.named_parameters():
             parameter.data = tensors[f"model.{name}"]
             state = self.optimizer.state[parameter]
             for key, value in state.items():
-                state[key] = tensors[f"optimizer.{key}.{name.replace('*', 'all') if value.ndim == 0 else name}"]
-        self.step = extra["step"]
+                loaded = tensors[f"optimizer.{key}.{name}"]
+                state[key] = _reshaped(loaded, value.shape, where) if value.ndim == 0 else loaded
+        self.step = step
         return extra
+
+
+def _reshaped(count: Tensor, shape: torch.Size, where: Placement) -> Tensor:
+    """A count of updates as one number or as one number per layer, replicated.
+
+    Raises:
+      CheckpointError: It was one number per layer, and they differ.
+    """
+    if count.shape == shape:
+        return count
+    replicated = NamedSharding(where.mesh, P())
+    values = where.engine.local_shards(count, replicated)[0].data.flatten()
+    if not bool((values == values[0]).all()):
+        raise CheckpointError(
+            "the layers of a stack must have been updated equally often.",
+            got=f"counts of {values.tolist()}",
+            fix="restore into a model without a stack: fully_shard(..., stack=None).",
+        )
+    return where.engine.materialize(shape, count.dtype, replicated, lambda index: values[0].expand(shape)[index])

@@ -1,10 +1,7 @@
 """The same model on an XLA device, in a process of its own: how torch_xla starts is fixed once per process."""
 
-import os
-import subprocess
-import sys
-
 import pytest
+from processes import run_python
 
 PROGRAM = """
 import copy, torch, torch_xla
@@ -38,7 +35,6 @@ print("equal")
 
 @pytest.mark.slow
 def test_loss_logits_and_gradients_equal_plain_torch():
-    environment = os.environ | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "1", "JAX_PLATFORMS": "cpu"}
-    result = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True)
+    result = run_python(PROGRAM, CPU_NUM_DEVICES="1", XLA_FLAGS="--xla_backend_optimization_level=0")
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip().endswith("equal")

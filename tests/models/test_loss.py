@@ -38,7 +38,7 @@ class RecordedOps(TorchDispatchMode):
         return result
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     batch=st.integers(1, 3),
     num_chunks=st.integers(1, 5),

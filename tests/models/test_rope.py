@@ -16,7 +16,7 @@ def rotated(vector, position, theta=10_000.0):
     return apply_rotary(vector[None, None, None, :], cos[-1:].double(), sin[-1:].double()).flatten()
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     half_head_dim=st.integers(1, 8),
     q_position=st.integers(0, 200),
@@ -31,7 +31,7 @@ def test_scores_depend_only_on_the_distance(half_head_dim, q_position, k_positio
     torch.testing.assert_close(here, there, rtol=0, atol=1e-3)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(half_head_dim=st.integers(1, 8), position=st.integers(0, 5000), seed=st.integers(0, 2**16))
 def test_rotation_keeps_the_norm(half_head_dim, position, seed):
     q = torch.randn(2 * half_head_dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -89,7 +89,7 @@ def moves(draw: st.DrawFn) -> tuple[Tensor, NamedSharding, NamedSharding]:
     return bits.view(dtype).reshape(shape), draw(spec_on_a_mesh(rank)), draw(spec_on_a_mesh(rank))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(moves(), min_size=1, max_size=3))
 def test_any_mesh_to_any_mesh_gives_equal_bits(cases: list[tuple[Tensor, NamedSharding, NamedSharding]]):
     saved = {f"t{i}.weight": Placed(tensor, sharding) for i, (tensor, sharding, _) in enumerate(cases)}
@@ -278,7 +278,7 @@ def test_a_missing_file_is_named(checkpoint: Path):
         load_some(checkpoint)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(position=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_every_changed_bit_of_the_shards_is_found(pristine: Path, position: float, bit: int):
     with tempfile.TemporaryDirectory() as directory:

@@ -6,13 +6,12 @@ import os
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtorch.errors import DataError
 from shardtorch.train._corpus import PIECE_CHARACTERS, HeldoutSplit, cut, documents, source_fingerprint
 
-law = settings(deadline=None)
 prose = st.lists(st.sampled_from(["a word ", "é", "\n", "\n\n", "🙂"]), max_size=60).map("".join)
 corpora = st.lists(st.text(min_size=1, max_size=20), min_size=2, max_size=40).filter(lambda texts: len(set(texts)) > 1)
 
@@ -256,7 +255,6 @@ def test_fingerprint_follows_content_and_order_but_not_names(tmp_path):
 # -- pieces and split
 
 
-@law
 @given(prose, st.integers(1, 30))
 def test_pieces_are_short_not_empty_and_join_to_the_document(document, size):
     pieces = cut(document, size)
@@ -265,7 +263,6 @@ def test_pieces_are_short_not_empty_and_join_to_the_document(document, size):
     assert all(len(piece) > size // 2 for piece in pieces[:-1])
 
 
-@law
 @given(prose, prose, st.integers(1, 30))
 def test_appended_text_changes_only_the_last_piece(document, more, size):
     unchanged = cut(document, size)[:-1]
@@ -279,7 +276,6 @@ def test_pieces_end_at_the_best_place():
     assert cut("x" * 25, 10) == ["x" * 10, "x" * 10, "x" * 5]
 
 
-@law
 @given(corpora, st.floats(0.001, 0.999))
 def test_split_has_two_sides_and_keeps_equal_texts_together(texts, fraction):
     split = HeldoutSplit.choose(texts, fraction)
@@ -292,7 +288,6 @@ def test_split_has_two_sides_and_keeps_equal_texts_together(texts, fraction):
     assert split.num_documents == len(texts)
 
 
-@law
 @given(corpora, corpora, st.floats(0.05, 0.95))
 def test_split_is_stable_when_documents_are_added(texts, more, fraction):
     """But for the pieces that were pushed over because a side would have been empty."""
@@ -309,7 +304,6 @@ def test_split_holds_out_about_the_fraction():
     assert 140 <= len(heldout) <= 260  # 200 +- 4.4 standard deviations.
 
 
-@law
 @given(st.integers(2, 12), st.floats(0.05, 0.95))
 def test_one_long_document_has_both_sides(num_pieces, fraction):
     document = "".join(f"line {i}\n" for i in range(num_pieces * PIECE_CHARACTERS // 9))

@@ -34,7 +34,7 @@ from shardtorch.train._data import (
 )
 from shardtorch.train._tokenizer import SEPARATOR_ID, load_tokenizer
 
-law = settings(deadline=None, max_examples=30)
+law = settings(max_examples=30)
 batch_splits = st.tuples(st.integers(1, 4), st.integers(1, 4))  # Rows per process, number of processes.
 
 
@@ -308,7 +308,7 @@ def test_batch_has_the_promised_shape_and_targets(batch_size, seq_len, seed):
     np.testing.assert_array_equal(batch["targets"], batch["tokens"] + 1)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 5))
 def test_every_epoch_visits_every_window_once_in_an_order_of_its_own(seed, batch_size):
     corpus = corpus_of(range(20 * 5 * 3 + 1))  # 60 windows of 5: a multiple of every batch size.

@@ -40,7 +40,7 @@ def test_a_line_has_the_fields_in_order_and_mfu_only_when_known(tmp_path: Path):
     assert list(second) == [*first, "mfu"]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(loss=st.floats(allow_nan=False, allow_infinity=False), lr=st.floats(min_value=0, max_value=1))
 def test_floats_read_back_exactly(loss: float, lr: float):
     with tempfile.TemporaryDirectory() as folder:
@@ -86,7 +86,7 @@ def test_a_resumed_run_leaves_the_files_of_an_uninterrupted_one(tmp_path: Path, 
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_a_file_cut_anywhere_resumes_to_what_is_whole(data: st.DataObject):
     with tempfile.TemporaryDirectory() as folder:

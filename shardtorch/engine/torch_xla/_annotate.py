@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardtorch.mesh import NamedSharding, TileAssignment
 
-_XLAC = torch_xla._XLAC
+_XLAC = torch_xla._XLAC  # pyright: ignore[reportPrivateImportUsage]
 _REPLICATED, _TILED, _PARTIAL = 0, 3, 5  # torch_xla's ShardingType
 
 
@@ -60,10 +60,23 @@ def constrain(x: Tensor, sharding: NamedSharding) -> Tensor:
     return _constrain(x, list(tile.dims), list(tile.reshape_dims), list(tile.transpose_perm), tile.replicate_last_dim)
 
 
-def place(x: Tensor, sharding: NamedSharding) -> Tensor:
-    """Shards leaf data in place; see `Engine.place`."""
-    _XLAC._xla_mark_sharding(x, op_sharding(sharding.tile_assignment(x.ndim)))
-    return x
+def place(x: Tensor, sharding: NamedSharding) -> None:
+    """Shards a leaf in place; see `Engine.annotate`."""
+    tile = sharding.tile_assignment(x.ndim)
+    before = sharding_of(x)
+    if not is_data(x) or not before:  # host data goes up shard by shard, a pending value is annotated
+        _XLAC._xla_mark_sharding(x, op_sharding(tile))
+    elif before != _reported(tile):  # torch_xla would refuse, or bring the whole tensor to the host
+        x.data = constrain(x.detach(), sharding)
+
+
+@lru_cache(maxsize=4096)
+def _reported(tile: TileAssignment) -> str:
+    """The sharding as torch_xla reports it: with every device listed."""
+    if str(tile) == "{replicated}":
+        return "{replicated}"
+    dims, devices = (",".join(map(str, numbers)) for numbers in (tile.dims, tile.devices().ravel()))
+    return f"{{devices=[{dims}]{devices}{' last_tile_dim_replicate' if tile.replicate_last_dim else ''}}}"
 
 
 def is_data(x: Tensor) -> bool:

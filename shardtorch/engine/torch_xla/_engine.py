@@ -1,6 +1,6 @@
 """`TorchXlaEngine`: the verbs of the contract, each in a module of its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 
 import torch
@@ -9,7 +9,7 @@ import torch_xla.debug.metrics as xla_metrics
 from torch import Tensor
 
 from shardtorch.engine import _contract
-from shardtorch.engine.torch_xla import _annotate, _placement, _scan, _start
+from shardtorch.engine.torch_xla import _annotate, _placement, _scan, _start, _trace
 from shardtorch.engine.torch_xla._ops import PartitionedOps
 from shardtorch.errors import ShardingError
 from shardtorch.mesh import NamedSharding
@@ -35,18 +35,22 @@ class TorchXlaEngine(_contract.Engine):
         return _placement.zeros(shape, dtype, sharding)
 
     def constrain(self, x: Tensor, sharding: NamedSharding) -> Tensor:
-        return _annotate.constrain(x, sharding)
-
-    def annotate(self, x: Tensor, sharding: NamedSharding) -> Tensor:
         if x.device.type != "xla":
             raise ShardingError(
                 "only a tensor on the engine's device can be annotated.",
                 got=f"a tensor on {x.device}",
                 fix="move it with .to('xla') first, or use fully_shard for a whole module.",
             )
-        if _scan.is_tracing() or type(x) not in (Tensor, torch.nn.Parameter) or not _annotate.is_data(x):
-            return _annotate.constrain(x, sharding)
-        return _annotate.place(x, sharding)
+        sharding.validate(tuple(x.shape))
+        return _annotate.constrain(x, sharding)
+
+    def annotate(self, x: Tensor, sharding: NamedSharding) -> Tensor:
+        traced = _trace.is_tracing() or type(x) not in (Tensor, torch.nn.Parameter)
+        if traced or not x.is_leaf or x.device.type != "xla":
+            return self.constrain(x, sharding)
+        sharding.validate(tuple(x.shape))
+        _annotate.place(x, sharding)
+        return x
 
     def put(self, part: Tensor, sharding: NamedSharding, global_shape: Sequence[int]) -> Tensor:
         return _placement.put(part, sharding, global_shape)
@@ -62,16 +66,18 @@ class TorchXlaEngine(_contract.Engine):
     ) -> Tensor:
         return _scan.scan(body, x, weights, constants, remat=remat)
 
-    def compile(self, step: _contract.Step) -> _contract.Step:
+    def compile(
+        self, step: Callable[_contract.Arguments, _contract.Result]
+    ) -> Callable[_contract.Arguments, _contract.Result]:
         # Virtual CPU devices share the host's threads. With two graphs under way, collectives of one can hold all
         # threads while they wait for devices that the other keeps, until XLA ends the process (torch_xla 2.9.0).
         wait = self.inventory().platform == "cpu"
 
         @wraps(step)
-        def run(*args, **kwargs):
+        def run(*args: _contract.Arguments.args, **kwargs: _contract.Arguments.kwargs) -> _contract.Result:
             with PartitionedOps():
                 out = step(*args, **kwargs)
-            torch_xla.sync(wait=wait)
+            _trace.sync(wait=wait)
             return out
 
         return run
@@ -87,4 +93,4 @@ class TorchXlaEngine(_contract.Engine):
         return data[0] if data else 0
 
     def sync(self) -> None:
-        torch_xla.sync(wait=True)
+        _trace.sync(wait=True)

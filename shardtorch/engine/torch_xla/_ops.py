@@ -90,8 +90,14 @@ class PartitionedOps(TorchFunctionMode):
 def _lower_attention(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> Tensor | None:
-    """None for what `attention` does not do: masks, dropout, other ranks."""
-    shapes_fit = query.ndim == key.ndim == 4 and query.shape[1] % key.shape[1] == 0
+    """None for what `attention` does not do: masks, dropout, other ranks, broadcasting, heads that do not fit."""
+    shapes_fit = (
+        query.ndim == key.ndim == value.ndim == 4
+        and query.shape[0] == key.shape[0]
+        and key.shape[:3] == value.shape[:3]
+        and query.shape[1] % key.shape[1] == 0
+        and (enable_gqa or query.shape[1] == key.shape[1])
+    )
     if query.device.type != "xla" or attn_mask is not None or dropout_p or not shapes_fit:
         return None
     return attention(query, key, value, is_causal=is_causal, scale=scale)

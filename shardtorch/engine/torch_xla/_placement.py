@@ -11,12 +11,13 @@ import torch_xla
 import torch_xla.runtime as xr
 from torch import Tensor
 
-from shardtorch.engine._contract import Index, ReadShard, Shard, check_part
+from shardtorch.engine._contract import Index, ReadShard, Shard, check_part, is_stack
 from shardtorch.engine.torch_xla._annotate import constrain, op_sharding, sharding_of
+from shardtorch.engine.torch_xla._trace import sync
 from shardtorch.errors import ShardingError
 from shardtorch.mesh import NamedSharding, PartitionSpec
 
-_XLAC = torch_xla._XLAC
+_XLAC = torch_xla._XLAC  # pyright: ignore[reportPrivateImportUsage]
 
 
 def local_device_ids(num_devices: int) -> range:
@@ -27,8 +28,9 @@ def local_device_ids(num_devices: int) -> range:
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, sharding: NamedSharding) -> Tensor:
     """See `Engine.zeros`. The zeros are made by the devices."""
+    sharding.validate(tuple(shape))
     x = constrain(torch.zeros(tuple(shape), dtype=dtype, device="xla"), sharding)
-    torch_xla.sync()  # as data now: left as a graph value it would be traced into the first step as a constant
+    sync(wait=False)  # as data now: left as a graph value it would be traced into the first step as a constant
     return x
 
 
@@ -60,13 +62,8 @@ def materialize(shape: Sequence[int], dtype: torch.dtype, sharding: NamedShardin
             shape[1:], dtype, layer_sharding, lambda index, i=layer: read((slice(i, i + 1), *index)).squeeze(0)
         )
         stack.index_copy_(0, torch.tensor([layer]).to("xla"), piece[None])
-        torch_xla.sync()
+        sync(wait=False)
     return stack
-
-
-def is_stack(shape: Sequence[int], sharding: NamedSharding) -> bool:
-    """Whether dim 0 is left whole by the sharding and holds further dims that could fill a host."""
-    return len(shape) >= 3 and sharding.shard_shape(tuple(shape))[0] == shape[0]
 
 
 def put(part: Tensor, sharding: NamedSharding, global_shape: Sequence[int]) -> Tensor:
@@ -92,23 +89,33 @@ def put(part: Tensor, sharding: NamedSharding, global_shape: Sequence[int]) -> T
 
 def local_shards(x: Tensor, sharding: NamedSharding) -> list[Shard]:
     """See `Engine.local_shards`."""
-    torch_xla.sync(wait=True)  # a shard of a value that is still being computed can't be read
+    sync(wait=True)  # a shard of a value that is still being computed can't be read
     ranges = sharding.index_ranges(tuple(x.shape))
     devices = local_device_ids(sharding.mesh.size)
+    if not (reported := sharding_of(x)):
+        raise _misplaced(f"the whole tensor lies on the host or on every device, not {sharding}")
     (real,) = _XLAC._get_local_shard_replica_and_indices([x])
     for device, (_, index) in zip(devices, real, strict=True):
-        if index is not Ellipsis and not _same_box(index, ranges[device]):
-            raise ShardingError(
-                "a tensor must lie on the devices as its sharding says.",
-                got=f"device {device} holds {tuple(index)}, and {ranges[device]} under {sharding}; the runtime reports "
-                f"{sharding_of(x)}",
-                fix="annotate it again with mark_sharding; an eager operation or a copy has dropped its sharding.",
+        if index is Ellipsis:  # the runtime's word for all of it
+            index = tuple(slice(0, size) for size in x.shape)
+        if not _same_box(index, ranges[device]):
+            raise _misplaced(
+                f"device {device} holds {tuple(index)}, and {ranges[device]} under {sharding}; the runtime reports "
+                f"{reported}"
             )
     (pieces,) = _XLAC._get_local_shards([x])
     return [
         Shard(ranges[device], data, sharding.replica_of(device))
         for device, (data, _) in zip(devices, pieces, strict=True)
     ]
+
+
+def _misplaced(got: str) -> ShardingError:
+    return ShardingError(
+        "a tensor must lie on the devices as its sharding says.",
+        got=got,
+        fix="annotate it again with mark_sharding; an eager operation or a copy has dropped its sharding.",
+    )
 
 
 def _same_box(real: Sequence[slice], expected: Index) -> bool:

@@ -3,56 +3,40 @@
 torch_xla's own `scan` traces its body anew each step, copies every constant once per layer, needs jax for its backward
 pass, and keeps transposed copies of the weights as activations; this one lowers each body once per shape.
 
-Private symbols of torch_xla 2.9.0: `_XLAC.lowering.LoweringContext`, `_XLAC._xla_user_computation`,
-`_XLAC._get_seed_info_id`, `_XLAC._get_tensors_xla_device_data_node`. Of torch 2.9.0: `functorch.compile`.
+Private symbols of torch_xla 2.9.0: `_XLAC.lowering.LoweringContext`, `_xla_user_computation`, `_xla_get_tensor_id`.
+Of torch 2.9.0: `functorch.compile`, `make_boxed_func`.
 """
 
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
-from functorch.compile import aot_function, make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import aot_function, min_cut_rematerialization_partition
 from torch import Tensor
+from torch._functorch._aot_autograd.utils import make_boxed_func
 
-from shardtorch.engine._contract import LayerBody
-from shardtorch.engine.torch_xla._ops import PartitionedOps
+from shardtorch.engine._contract import LayerBody, check_layer_output, check_scan
+from shardtorch.engine.torch_xla._trace import check_layer, tracing
 from shardtorch.errors import ShardtorchError
 
-_XLAC = torch_xla._XLAC
-_tracing: ContextVar[bool] = ContextVar("tracing", default=False)
-
-
-def is_tracing() -> bool:
-    """Whether a layer body is being lowered: its inputs look like data but are values of a graph."""
-    return _tracing.get()
-
-
-@contextmanager
-def _trace():
-    token = _tracing.set(True)
-    try:
-        with PartitionedOps():
-            yield
-    finally:
-        _tracing.reset(token)
+_XLAC = torch_xla._XLAC  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass(frozen=True)
 class _Aval:
     """What a traced tensor is, without its data."""
 
-    shape: torch.Size
+    shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
 
     @classmethod
     def of(cls, x: Tensor) -> "_Aval":
-        return cls(x.shape, x.dtype, x.requires_grad)
+        return cls(tuple(x.shape), x.dtype, x.requires_grad)
 
     def placeholder(self) -> Tensor:
         return xb.create_placeholder_tensor(self.shape, self.dtype).requires_grad_(self.requires_grad)
@@ -69,15 +53,17 @@ class _Lowered:
     arguments: tuple[int, ...]
     """For each parameter of the computation, the argument it is; from the number of arguments on, a hoisted tensor."""
     hoisted: tuple[Tensor, ...]
-    """Scalar constants, which torch_xla holds as data."""
+    """Constants that the function makes, which torch_xla holds as data."""
     outputs: tuple[_Aval, ...]
 
 
 def _lower(name: str, fn: Callable[..., Sequence[Tensor]], avals: Sequence[_Aval]) -> _Lowered:
     """Traces `fn` over placeholders."""
     arguments = [aval.placeholder() for aval in avals]
-    with _trace():
-        outputs = list(fn(*arguments))
+    ids = {_XLAC._xla_get_tensor_id(argument) for argument in arguments}  # equal for aliases
+    with tracing():
+        # An argument handed through is no value of the graph that could be built: a copy of it is.
+        outputs = [out.clone() if _XLAC._xla_get_tensor_id(out) in ids else out for out in fn(*arguments)]
     context = _XLAC.lowering.LoweringContext(name)
     context.set_name_string(name)
     context.build(outputs)
@@ -88,18 +74,11 @@ def _lower(name: str, fn: Callable[..., Sequence[Tensor]], avals: Sequence[_Aval
         if parameter != -1:  # -1: not used
             argument_of[parameter] = i
             others.pop(parameter, None)
-    data_ids, _ = _XLAC._get_tensors_xla_device_data_node(outputs)
-    if _XLAC._get_seed_info_id() in data_ids:
+    if 'opcode: "rng' in context.hlo_text():
         raise ShardtorchError(
             "a scanned layer must not draw random numbers: every layer would draw the same ones.",
             got="a random operation, such as dropout, inside the layer",
             fix="remove it, set its probability to 0, or do not stack the layers (stack=None).",
-        )
-    if foreign := [x for x in others.values() if x.numel() > 1]:
-        raise ShardtorchError(
-            "a scanned layer must use no tensor besides its arguments and its own parameters: no gradient would reach it.",
-            got=f"a tensor of shape {tuple(foreign[0].shape)} from outside the layer",
-            fix="pass it to the layer as an argument, or do not stack the layers (stack=None).",
         )
     for n, parameter in enumerate(sorted(others)):
         argument_of[parameter] = len(arguments) + n
@@ -107,14 +86,23 @@ def _lower(name: str, fn: Callable[..., Sequence[Tensor]], avals: Sequence[_Aval
         xb.computation_from_module_proto(name, context.hlo()),
         tuple(argument_of[parameter] for parameter in range(len(argument_of))),
         tuple(others[parameter].detach() for parameter in sorted(others)),
-        tuple(_Aval(out.shape, out.dtype) for out in outputs),
+        tuple(_Aval(tuple(out.shape), out.dtype) for out in outputs),
     )
 
 
 class _Loop:
     """`carry, *ys = fn(carry, *xs[i], *constants)` for every index i of the layer dim, as one XLA While."""
 
-    def __init__(self, name, fn, carry: _Aval, xs: Sequence[_Aval], constants: Sequence[_Aval], *, reverse: bool):
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., Sequence[Tensor]],
+        carry: _Aval,
+        xs: Sequence[_Aval],
+        constants: Sequence[_Aval],
+        *,
+        reverse: bool = False,
+    ):
         self.name, self.reverse = name, reverse
         self.num_layers, self.num_xs = xs[0].shape[0], len(xs)
         self.body = _lower(f"{name}_body", fn, [carry, *(aval.of_layer() for aval in xs), *constants])
@@ -148,19 +136,19 @@ class _Loop:
             def at_layer(stack: xb.Op) -> list[xb.Op]:
                 return [layer, *[scalar(0)] * (stack.shape().rank - 1)]
 
-            carry, *rest = rest
+            carry, *stacks = rest
             arguments = [carry]
-            for stack in rest[: self.num_xs]:
+            for stack in stacks[: self.num_xs]:
                 sizes = list(stack.shape().sizes)
                 arguments.append(stack.dynamic_slice(at_layer(stack), [1, *sizes[1:]]).reshape(sizes[1:]))
-            arguments += rest[self.num_xs : first_y - 2]
+            arguments += stacks[self.num_xs : first_y - 2]
             used = [arguments[i] for i in self.body.arguments]
             result = xb.Op.call(self.body.computation, used, builder=counter.builder())
             ys = [
                 stack.dynamic_update_slice(result.get_tuple_element(i + 1).broadcast([1]), at_layer(stack))
-                for i, stack in enumerate(rest[first_y - 2 :])
+                for i, stack in enumerate(stacks[first_y - 2 :])
             ]
-            return (counter + scalar(1), result.get_tuple_element(0), *rest[: first_y - 2], *ys)
+            return (counter + scalar(1), result.get_tuple_element(0), *stacks[: first_y - 2], *ys)
 
         return xb.Op.mkwhile(parameters, condition, body).build(self.name)
 
@@ -181,41 +169,45 @@ class _Plan:
         self, body: LayerBody, names: Sequence[str], x: _Aval, weights: list[_Aval], constants: list[_Aval], mode: str
     ):
         def flat_body(x: Tensor, *rest: Tensor) -> Tensor:
-            y = body(x, dict(zip(names, rest[: len(names)], strict=True)), *rest[len(names) :])
-            if (y.shape, y.dtype) != (x.shape, x.dtype):
-                raise ShardtorchError(
-                    "a scanned layer must return a tensor of the shape and dtype of its input.",
-                    got=f"input {tuple(x.shape)} {x.dtype}, output {tuple(y.shape)} {y.dtype}",
-                    fix="cast the output, and norm weights too: a float32 weight turns bfloat16 activations to float32.",
-                )
-            return y
+            layer_weights = dict(zip(names, rest[: len(names)], strict=True))
+            y = check_layer_output(x, body(x, layer_weights, *rest[len(names) :]))
+            return (
+                y.clone() if y is x or y._is_view() else y
+            )  # AOTAutograd leaves an alias of an input out of the graph
 
-        self.names, self.num_weights = names, len(weights)
+        self.num_weights = len(weights)
         self.grad_of = [i for i, aval in enumerate(weights) if aval.requires_grad]
+        layer = [x, *(weight.of_layer() for weight in weights), *constants]
+        check_layer(flat_body, lambda: [torch.empty(aval.shape, dtype=aval.dtype, device="xla") for aval in layer])
         getattr(self, f"_plan_{mode}")(flat_body, x, weights, constants)
 
+    def _loop(self, fn, carry: _Aval, xs: Sequence[_Aval], constants: Sequence[_Aval]) -> _Loop:
+        with torch.no_grad():
+            return _Loop("scan", fn, carry, xs, constants)
+
+    def _loop_backward(self, fn, carry: _Aval, xs: Sequence[_Aval], constants: Sequence[_Aval]) -> _Loop:
+        with torch.no_grad():
+            return _Loop("scan_backward", fn, carry, xs, constants, reverse=True)
+
     def _plan_inference(self, body, x, weights, constants):
-        self.forward = _Loop("scan", lambda *args: (body(*args),), x, weights, constants, reverse=False)
+        self.forward = self._loop(lambda *args: (body(*args),), x, weights, constants)
 
     def _plan_remat(self, body, x, weights, constants):
         """Saves each layer's input; the backward body computes the layer again."""
 
         def forward(x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-            return body(x, *rest), x * 1  # not the placeholder itself, which is not a value of the graph
+            return body(x, *rest), x
 
         def backward(grad: Tensor, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
             with torch.enable_grad():
                 y = body(x, *rest)
             inputs = [x, *(rest[i] for i in self.grad_of)]
-            return torch.autograd.grad(y, inputs, grad)
+            return torch.autograd.grad(y, inputs, grad, materialize_grads=True)
 
         x = _Aval(x.shape, x.dtype, requires_grad=True)
         saved = [_Aval((weights[0].shape[0], *x.shape), x.dtype, requires_grad=True)]
-        with torch.no_grad():
-            self.forward = _Loop("scan", forward, x, weights, constants, reverse=False)
-        self.backward = _Loop(
-            "scan_backward", backward, _Aval(x.shape, x.dtype), saved + weights, constants, reverse=True
-        )
+        self.forward = self._loop(forward, x, weights, constants)
+        self.backward = self._loop_backward(backward, _Aval(x.shape, x.dtype), saved + weights, constants)
 
     def _plan_save(self, body, x, weights, constants):
         """Saves what a min-cut of the layer's joint graph chooses: no matmul is computed twice."""
@@ -239,12 +231,13 @@ class _Plan:
             aval.placeholder().requires_grad_(aval.requires_grad)
             for aval in [x, *(weight.of_layer() for weight in weights), *constants]
         ]
-        with _trace(), torch.enable_grad():
+        with tracing(), torch.enable_grad():
             y = traced(*examples)
             y.backward(torch.empty_like(y))
         forward_graph, backward_graph = graphs["forward"], graphs["backward"]
         placeholders = [node for node in forward_graph.graph.nodes if node.op == "placeholder"]
-        (returned,) = next(node for node in forward_graph.graph.nodes if node.op == "output").args
+        (returned,) = forward_graph.graph.output_node().args
+        assert isinstance(returned, tuple | list)
         # What follows from weights and constants alone (a transposed weight, say) is made again in the backward body,
         # where they are at hand, rather than kept once per layer.
         varying = _dependents(forward_graph.graph, placeholders[0])
@@ -252,22 +245,21 @@ class _Plan:
 
         def forward(x: Tensor, *rest: Tensor) -> list[Tensor]:
             y, *saved = forward_graph(x, *rest)
-            return [y, *(saved[n] * 1 if saved[n] is x else saved[n] for n in kept)]  # x itself is no graph value
+            return [y, *(saved[n] for n in kept)]
 
         def backward(grad: Tensor, *rest: Tensor) -> list[Tensor]:
             # Values are lazy: of this forward pass only what does not vary is used, and so computed.
-            _, *residuals = forward_graph(x.placeholder(), *rest[len(kept) :])
+            arguments = [x.placeholder(), *rest[len(kept) :]]
+            _, *residuals = forward_graph(*arguments)
             for n, value in zip(kept, rest[: len(kept)], strict=True):
                 residuals[n] = value
             grads = backward_graph(*residuals, grad)
-            return [grads[0], *(grads[1 + i] for i in self.grad_of)]
+            wanted = [0, *(1 + i for i in self.grad_of)]
+            return [torch.zeros_like(arguments[i]) if grads[i] is None else grads[i] for i in wanted]
 
-        with torch.no_grad():
-            self.forward = _Loop("scan", forward, x, weights, constants, reverse=False)
-            saved = [_Aval((weights[0].shape[0], *out.shape), out.dtype) for out in self.forward.body.outputs[1:]]
-            self.backward = _Loop(
-                "scan_backward", backward, _Aval(x.shape, x.dtype), saved + weights, constants, reverse=True
-            )
+        self.forward = self._loop(forward, x, weights, constants)
+        saved = [_Aval((weights[0].shape[0], *out.shape), out.dtype) for out in self.forward.body.outputs[1:]]
+        self.backward = self._loop_backward(backward, _Aval(x.shape, x.dtype), saved + weights, constants)
 
 
 class _Scan(torch.autograd.Function):
@@ -280,14 +272,32 @@ class _Scan(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grads: Tensor):
         plan, split = ctx.plan, ctx.num_saved + ctx.plan.num_weights
         saved = ctx.saved_tensors
-        grad_x, *grads = plan.backward(grad, saved[:split], saved[split:])
+        grad_x, *rest = plan.backward(grads[0], saved[:split], saved[split:])
         weight_grads: list[Tensor | None] = [None] * plan.num_weights
-        for i, weight_grad in zip(plan.grad_of, grads, strict=True):
+        for i, weight_grad in zip(plan.grad_of, rest, strict=True):
             weight_grads[i] = weight_grad
         return None, grad_x, *weight_grads, *[None] * (len(saved) - split)
+
+
+# A sync runs every live tensor, and is a segmentation fault if one of them depends on a placeholder, which has no data.
+# So nothing of a trace may outlive it: neither in the frames of an error that someone keeps, nor in autograd's thread.
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Drops the local variables of the frames that an error came through."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _flush_autograd() -> None:
+    """Waits until autograd's thread has let go of a graph, which it does when it takes up the next one."""
+    with torch.enable_grad():
+        x = torch.zeros((), device="xla", requires_grad=True)
+        torch.autograd.grad(x * 1, x)
 
 
 _plans: WeakKeyDictionary[LayerBody, dict[object, _Plan]] = WeakKeyDictionary()
@@ -297,21 +307,23 @@ def scan(
     body: LayerBody, x: Tensor, weights: Mapping[str, Tensor], constants: Sequence[Tensor], *, remat: bool
 ) -> Tensor:
     """See `Engine.scan`. Lowered once per body, shapes and mode; `body` is the key, so keep it."""
-    avals = [_Aval.of(w) for w in weights.values()]
-    constant_avals = [_Aval.of(c) for c in constants]
-    if any(aval.requires_grad for aval in constant_avals):
-        raise ShardtorchError(
-            "a constant of a scan must not require a gradient.",
-            got="an argument of the layers, besides the first, that depends on parameters",
-            fix="detach it, or make it part of the first argument.",
-        )
-    differentiable = torch.is_grad_enabled() and (x.requires_grad or any(aval.requires_grad for aval in avals))
+    check_scan(weights, constants)
+    aval, avals, constant_avals = _Aval.of(x), [_Aval.of(w) for w in weights.values()], [_Aval.of(c) for c in constants]
+    differentiable = torch.is_grad_enabled() and any(aval.requires_grad for aval in [aval, *avals])
     mode = ("remat" if remat else "save") if differentiable else "inference"
-    key = (mode, x.shape, x.dtype, tuple(weights), tuple(avals), tuple(constant_avals))
+    key = (mode, aval.shape, aval.dtype, tuple(weights), tuple(avals), tuple(constant_avals))
     plans = _plans.setdefault(body, {})
     if key not in plans:
-        plans[key] = _Plan(body, list(weights), _Aval(x.shape, x.dtype), avals, constant_avals, mode)
+        try:
+            plans[key] = _Plan(body, list(weights), _Aval(aval.shape, aval.dtype), avals, constant_avals, mode)
+        except BaseException as error:
+            _clear_frames(error)
+            raise
+        finally:
+            _flush_autograd()
     plan = plans[key]
     if not differentiable:
         return plan.forward(x, list(weights.values()), constants)[0]
-    return _Scan.apply(plan, x, *weights.values(), *constants)
+    y = _Scan.apply(plan, x, *weights.values(), *constants)
+    assert isinstance(y, Tensor)
+    return y

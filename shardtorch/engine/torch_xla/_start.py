@@ -43,15 +43,15 @@ def check_environment(num_devices: int | None) -> str:
             got="neither /dev/accel0... nor /dev/vfio/0... here",
             fix="unset PJRT_DEVICE to run on virtual CPU devices; in a container, pass the chips' devices in.",
         )
-    virtual = _integer("CPU_NUM_DEVICES")
-    if platform == "CPU" and num_devices is not None:
-        if virtual is not None and virtual != num_devices:
+    if platform == "CPU":
+        virtual = _integer("CPU_NUM_DEVICES")
+        if num_devices is not None and virtual not in (None, num_devices):
             raise EngineUnavailableError(
                 f"the number of virtual CPU devices is fixed by CPU_NUM_DEVICES={virtual} in the environment.",
                 got=f"{num_devices} devices",
                 fix=f"unset CPU_NUM_DEVICES, or ask for {virtual}.",
             )
-        os.environ["CPU_NUM_DEVICES"] = str(num_devices)
+        os.environ["CPU_NUM_DEVICES"] = str(num_devices or virtual or 1)
     return platform
 
 
@@ -78,10 +78,11 @@ def start_runtime(num_devices: int | None) -> None:
     """Switches torch_xla to SPMD and checks what came up.
 
     Raises:
-      EngineUnavailableError: torch_xla is not installed, was used before, finds no devices, or another number of them.
+      EngineUnavailableError: torch_xla is not installed, was used before, finds no devices or another number of them;
+        or a backward pass has run before.
     """
     already_imported = "torch_xla" in sys.modules
-    # XLA warns at every compile that GSPMD will go; torch_xla 2.9.0, the last release, has nothing else. Errors are shown.
+    # XLA warns at every compile that GSPMD will go, and torch_xla 2.9.0 has nothing else. Errors still show.
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") == "1":  # "1" is what torch_xla sets when it is imported
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
     try:
@@ -96,7 +97,8 @@ def start_runtime(num_devices: int | None) -> None:
 
     if not xr.is_spmd():
         # After a device, a seed or a tensor on "xla" has been touched, use_spmd() is a segmentation fault later on.
-        if already_imported and torch_xla._XLAC._xla_get_spmd_config_is_locked():  # pyright: ignore[reportPrivateImportUsage]
+        locked = torch_xla._XLAC._xla_get_spmd_config_is_locked()  # pyright: ignore[reportPrivateImportUsage]
+        if already_imported and locked:
             raise EngineUnavailableError(
                 "the engine must start before torch_xla touches a device.",
                 got="a device, a seed or a tensor on 'xla' was used earlier in this process",
@@ -124,8 +126,23 @@ def start_runtime(num_devices: int | None) -> None:
                 else "."
             ),
         )
+    _check_autograd()
     if xr.process_count() > 1:
         _join_hosts()
+
+
+def _check_autograd() -> None:
+    """torch 2.9.0 makes autograd's threads once, at the first backward pass, for the devices that are known by then."""
+    import torch
+
+    try:
+        (torch.zeros((), device="xla", requires_grad=True) * 1.0).backward()  # dispatches nothing
+    except RuntimeError as error:
+        raise EngineUnavailableError(
+            "the engine must start before anything computes a gradient.",
+            got="a backward pass ran earlier in this process, so none can run on 'xla' any more",
+            fix="call shardtorch.start(...) at the top of the program.",
+        ) from error
 
 
 def _join_hosts() -> None:
