@@ -56,14 +56,17 @@ class TrainConfig:
     """Sequences in a batch, over all devices."""
     seq_len: int = 256
     """Tokens in a sequence."""
-    loss_chunks: int = 1
-    """Pieces in which the loss over the vocabulary is computed; divides `seq_len`."""
+    loss_chunks: int | None = None
+    """Pieces in which the loss over the vocabulary is computed, a divisor of `seq_len`. None: as few as keep a
+    sequence's logits at 512 MiB."""
     remat: bool = False
     """Keep only each layer's input and compute the layer again in the backward pass."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """What parameters are cast to where they are used; they are stored in float32."""
     eval_every_steps: int = 100
     """How often the held-out text is scored, in updates; it is also scored before the first step and at the end."""
+    eval_tokens: int = 2**20
+    """How much of the held-out text is scored, in tokens from its start; all of it if it has fewer."""
     save_every_steps: int = 100
     """How often a checkpoint is written, in updates; one is also written at the end."""
     keep_checkpoints: int = 2
@@ -77,7 +80,7 @@ class TrainConfig:
     """Go on from the newest checkpoint in `out`, on this or another mesh."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "decay_steps", "global_batch_size", "seq_len", "loss_chunks", "eval_every_steps",
+        for name in ("steps", "decay_steps", "global_batch_size", "seq_len", "eval_every_steps", "eval_tokens",
                      "save_every_steps", "keep_checkpoints"):  # fmt: skip
             _require(getattr(self, name) >= 1, f"{name} must be at least 1.", f"{name}={getattr(self, name)}")
         if self.devices is not None:
@@ -103,7 +106,7 @@ class TrainConfig:
                 got=f"warmup_steps={self.warmup_steps}, decay_steps={self.decay_steps}",
                 fix="use fewer warm-up steps or a longer schedule.",
             )
-        if self.seq_len % self.loss_chunks:
+        if self.loss_chunks is not None and (self.loss_chunks < 1 or self.seq_len % self.loss_chunks):
             raise ConfigError(
                 "loss_chunks must divide seq_len.",
                 got=f"loss_chunks={self.loss_chunks}, seq_len={self.seq_len}",

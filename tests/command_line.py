@@ -24,8 +24,7 @@ def main_here(*words: str | Path) -> int:
     try:
         return main([str(word) for word in words])
     except SystemExit as end:
-        assert isinstance(end.code, int)
-        return end.code
+        return int(end.code or 0)
     finally:
         _start._running = running
         torch.set_num_threads(num_threads)

@@ -171,7 +171,8 @@ class Engine(Protocol):
         """Makes a global tensor from what this process has of it.
 
         Args:
-          part: On the CPU: this process's rows of dim 0, of `global_shape[0] / process_count` rows, in process order.
+          part: On the CPU: `global_shape[0] / process_count` rows of dim 0. They become the rows that this process's
+            devices hold, in order; with several processes these need not be neighbours in the global tensor.
           global_shape: Shape of the tensor over all processes.
 
         Raises:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from shardtorch.annotate import bind, constrain_gradient
 from shardtorch.engine import Engine, ReadShard, running
 from shardtorch.errors import ShardingError
-from shardtorch.fsdp._gather import Use, read_as
+from shardtorch.fsdp._gather import Forwards, Use, read_in_forward
 from shardtorch.fsdp._hooks import constrain_input, constrain_output
 from shardtorch.fsdp._initial import Initializer, check_rules
 from shardtorch.fsdp._names import LAYER, Names
 from shardtorch.fsdp._read import read_parameter, read_stack, read_tensor
 from shardtorch.fsdp._stack import StackedLayers, check_alike, check_not_shared
 from shardtorch.fsdp._state_dict import load_by_shard
-from shardtorch.mesh import Mesh, NamedSharding, P, PartitionSpec, ShardingPlan
+from shardtorch.mesh import Mesh, NamedSharding, P, PartitionSpec, ShardingPlan, matches
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,9 @@ def fully_shard(
     cut up. Ties are kept. State dicts keep the model's names. Buffers are whole on every device. If anything does not
     fit, the model is left as it was.
 
+    While the model or a part of it is called, `module.weight` is the parameter as it is used: gathered, and in
+    `compute_dtype`. Otherwise it is the stored parameter.
+
     Args:
       model: Any module. Build it under `torch.device("meta")` if it is large.
       mesh: An axis of -1 is inferred from the devices.
@@ -81,11 +84,15 @@ def fully_shard(
         scattered; over the other axes of the plan it stays sharded, as in tensor parallelism. None leaves all to the
         plan and gathers nothing.
       plan: Specs of parameters, such as for tensor parallelism, and of the inputs and outputs of modules. A stack is
-        matched as `layers.*....` by its specs for one layer. `plan.large` says what a large parameter is.
-      init: Initial values of parameters on the meta device, by pattern of their names; those not named start as torch
-        starts them. The first pattern that matches wins. Draws depend on the seed and the name, not on the mesh.
+        matched as `layers.*....` by its specs for one layer. None or `P()` as the spec of a parameter replicates it
+        on purpose: `axis` leaves it alone too. `plan.large` says what a large parameter is.
+      init: Initial values of parameters on the meta device, by pattern of their names, such as `Normal(0.02)`; those
+        not named start as torch starts them. The first pattern that matches wins. Draws depend on the seed and the
+        name, not on the mesh.
       seed: Of the initial values.
-      stack: Path of a `ModuleList` of equal layers, to be stored as stacks and run as one scan.
+      stack: Path of a `ModuleList` of equal layers, to be stored as stacks and run as one scan. The model's loop must
+        be `for layer in layers: x = layer(x, ...)`, with the same further arguments for each; another one is an error.
+        But a `break` can't be seen, and hidden states that it collects are all the last layer's: do not stack those.
       remat: With `stack`: keep each layer's input only and compute the layer again in the backward pass.
       compute_dtype: What parameters are cast to where they are used; they are stored in their own dtype.
       engine: Where to; the running one by default.
@@ -97,6 +104,7 @@ def fully_shard(
       ShardingError: Something does not fit: an axis, a pattern, a size, an initial value, layers that differ.
       EngineUnavailableError: No engine was started.
     """
+    _check_types(model, mesh, plan, init)
     engine = engine or running()
     mesh = bind(mesh, engine)
     plan = plan or ShardingPlan({})
@@ -118,7 +126,7 @@ def fully_shard(
     shardings = _shardings(plan, shapes, mesh, axes)  # of one layer, for a stack
     paths = list(_stored(names, dict(model.named_modules())))
     inputs, outputs = plan.resolve_modules(paths, mesh)
-    check_rules(init or {}, [name for name, _ in model.named_parameters()])
+    check_rules(init or {}, dict(model.named_parameters()))
     reads = {name: _read_stored(names, name, lambda n: read_parameter(model, n, init or {}, seed)) for name in shapes}
     buffers = _stored_buffers(model, names)
     buffer_shardings = dict.fromkeys(buffers, NamedSharding(mesh, P()))  # every device gets every buffer whole
@@ -149,6 +157,23 @@ def fully_shard(
     return model
 
 
+def _check_types(model: object, mesh: object, plan: object, init: object) -> None:
+    """Raises for what is passed most easily in place of the right thing."""
+    for value, kind, law, fix in (
+        (model, nn.Module, "the model must be a torch.nn.Module.", "call fully_shard(model, mesh)."),
+        (
+            mesh,
+            Mesh,
+            "the mesh must be a shardtorch.Mesh.",
+            "write Mesh(fsdp=4), or Mesh(**sizes) for a dict of sizes.",
+        ),
+        (plan, ShardingPlan | None, "the plan must be a ShardingPlan.", "write plan=ShardingPlan({...})."),
+        (init, Mapping | None, "init must be a mapping.", "write init={'**.weight': Normal(0.02)}."),
+    ):
+        if not isinstance(value, kind):
+            raise ShardingError(law, got=f"{value!r}", fix=fix)
+
+
 def _layers(model: nn.Module, path: str) -> nn.ModuleList:
     """The layers to stack.
 
@@ -176,15 +201,23 @@ def _stored(names: Names, things: Mapping[str, _T]) -> dict[str, _T]:
 def _shardings(
     plan: ShardingPlan, shapes: Mapping[str, tuple[int, ...]], mesh: Mesh, axes: tuple[str, ...]
 ) -> dict[str, NamedSharding]:
-    """The plan's shardings, each large parameter sharded over `axes` as well."""
+    """The plan's shardings, each large parameter that it does not replicate on purpose sharded over `axes` as well."""
     if not axes:
         return plan.resolve(shapes, mesh)
     mesh.check_axes(PartitionSpec(axes).axes)  # which raises if one comes twice
     shardings = replace(plan, large=sys.maxsize).resolve(shapes, mesh)  # none is forgotten: the axes take the rest
     return {
-        name: _add_axes(name, shapes[name], sharding, axes) if math.prod(shapes[name]) >= plan.large else sharding
+        name: _add_axes(name, shapes[name], sharding, axes)
+        if math.prod(shapes[name]) >= plan.large and not _is_replicated(name, plan)
+        else sharding
         for name, sharding in shardings.items()
     }
+
+
+def _is_replicated(name: str, plan: ShardingPlan) -> bool:
+    """Whether the plan names a parameter, with None or `P()` as its spec."""
+    specs = (PartitionSpec.of(spec) for pattern, spec in plan.parameters.items() if matches(pattern, name))
+    return next(specs, None) == P()
 
 
 def _add_axes(name: str, shape: tuple[int, ...], sharding: NamedSharding, axes: tuple[str, ...]) -> NamedSharding:
@@ -198,7 +231,7 @@ def _add_axes(name: str, shape: tuple[int, ...], sharding: NamedSharding, axes: 
         raise ShardingError(
             f"{name}: no dim can be divided by mesh axis {' x '.join(missing)} of size {size}.",
             got=f"shape {shape}, spec {sharding.spec}, mesh {sharding.mesh}",
-            fix="give the parameter a spec in the plan and pass axis=None, or choose another size of the axis.",
+            fix=f"replicate it on purpose with {name!r}: None in the plan, or choose another size of the axis.",
         )
     # One that the plan leaves whole if there is any, and of those the largest.
     dim = max(fitting, key=lambda dim: (not entries[dim], shape[dim]))
@@ -222,6 +255,7 @@ def _place_parameters(
     engine: Engine,
 ) -> None:
     """Puts placed parameters in the place of the model's, one for all owners of a tied one."""
+    module_uses: dict[nn.Module, dict[str, Use]] = {}
     owners: dict[int, list[str]] = {}
     for name, parameter in ties.items():
         if (stored := names.stored(name)) is not None:
@@ -239,7 +273,11 @@ def _place_parameters(
             module = model.get_submodule(path)
             module.register_parameter(name, parameter)
             if not names.is_stacked(owner):  # the scan does it for these
-                read_as(module, name, uses[first])
+                module_uses.setdefault(module, {})[name] = uses[first]
+    forwards = Forwards()
+    for path, module in model.named_modules():
+        if not names.is_stacked(path) and next(module.parameters(), None) is not None:
+            read_in_forward(module, module_uses.get(module, {}), forwards)
 
 
 def _stored_buffers(model: nn.Module, names: Names) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """How a stored parameter becomes the one that is used: cast, then gathered over the FSDP axes."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,15 +46,62 @@ def without(sharding: NamedSharding, axes: tuple[str, ...]) -> NamedSharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*entries))
 
 
-def read_as(module: nn.Module, name: str, use: Callable[[Tensor], Tensor]) -> None:
-    """Makes a module's own parameter read as it is used; optimizers and state dicts still see what is stored.
+class Forwards:
+    """The forwards of one sharded model and of its parts: whether one runs in this thread, and what came in between."""
 
-    `module.weight` becomes a property of a subclass that is made for this module.
+    def __init__(self) -> None:
+        self._local = threading.local()
+        self._handed_out: dict[Tensor, tuple[Use, int]] = {}
+
+    @property
+    def depth(self) -> int:
+        """How many are under way, one within the other."""
+        return getattr(self._local, "depth", 0)
+
+    def enter(self) -> None:
+        """A forward starts."""
+        if self.depth == 0:
+            # A change in place through a view, such as `weight[0] = 0`, may have lost the sharding (torch_xla 2.9.0).
+            for parameter, (use, version) in self._handed_out.items():
+                if parameter._version != version:
+                    use.engine.annotate(parameter, use.stored)
+                    self._handed_out[parameter] = use, parameter._version
+        self._local.depth = self.depth + 1
+
+    def leave(self) -> None:
+        """A forward ends."""
+        self._local.depth = self.depth - 1
+
+    def read(self, parameter: Tensor, use: Use) -> Tensor:
+        """What code that reads a parameter gets."""
+        if self.depth:
+            return use(parameter)
+        self._handed_out.setdefault(parameter, (use, parameter._version))
+        return parameter
+
+
+def read_in_forward(module: nn.Module, uses: Mapping[str, Use], forwards: Forwards) -> None:
+    """Makes a module's own parameters read as they are used while a forward runs, and as they are stored otherwise.
+
+    `module.weight` becomes a property of a subclass that is made for this module. It is the whole model's forward that
+    counts, as the code of one module may read the parameters of another.
 
     Args:
       module: Changed in place.
-      name: Of the parameter.
-      use: Gives what is used for what is stored.
+      uses: By name of the parameter within the module; none for a module that has only those of its children.
+      forwards: Shared by the modules of the model.
     """
-    reading = property(lambda self: use(self._parameters[name]))
-    module.__class__ = type(type(module).__name__, (type(module),), {name: reading})
+    cls = type(module)
+
+    def call(self: nn.Module, *args, **kwargs):
+        forwards.enter()
+        try:
+            return cls.__call__(self, *args, **kwargs)
+        finally:
+            forwards.leave()
+
+    def reading(name: str, use: Use) -> property:
+        return property(lambda self: forwards.read(self._parameters[name], use))
+
+    members = {"__call__": call} | {name: reading(name, use) for name, use in uses.items()}
+    module.__class__ = type(cls.__name__, (cls,), members)

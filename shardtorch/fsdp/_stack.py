@@ -1,6 +1,7 @@
 """Equal layers as one: each weight stored once as `[num_layers, ...]`, the layers run as one scan."""
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,13 @@ from shardtorch.fsdp._names import LAYER
 class StackedLayers(nn.Module):
     """Takes the place of a `ModuleList` of equal layers, so that `for layer in layers: x = layer(x, ...)` runs a scan.
 
-    Its one child, named `*`, is a layer whose parameters and buffers are stacks. Iterating yields this module once.
-    State dicts keep the names of the single layers.
+    Its one child, named `*`, is a layer whose parameters and buffers are stacks. State dicts keep the names of the
+    single layers. Call the module itself, `x = layers(x, ...)`, to run all layers.
+
+    In a loop, the first layer's call runs all of them, and each later one must get the very tensor that the one before
+    returned, and the same other arguments; it returns that tensor as it is. Anything else, such as `x = x + layer(x)`,
+    is an error. Two things can't be seen: a loop that is left with `break` has run every layer all the same, and what
+    it collects from layer to layer is the last layer's output each time.
 
     Args:
       layer: The layer that stands for all; `fully_shard` puts the stacks in.
@@ -43,30 +49,46 @@ class StackedLayers(nn.Module):
         self._bodies: dict[object, Callable[..., Tensor]] = {}
         self.register_state_dict_post_hook(_name_layers)
 
-    def __iter__(self) -> Iterator["StackedLayers"]:
-        yield self
+    def __iter__(self) -> Iterator[Callable[..., Tensor]]:
+        loop = _Loop(self)
+        for number in range(self.num_layers):
+            yield partial(loop.call, number)
+        if 0 < loop.num_calls < self.num_layers:
+            raise self.not_together(f"a loop that called {loop.num_calls} of {self.num_layers} layers")
 
     def __len__(self) -> int:
         return self.num_layers
 
     def __getitem__(self, index: int) -> nn.Module:
-        raise ShardingError(
-            f"{self.path}: stacked layers run together, as one scan.",
-            got=f"{self.path}[{index}]",
-            fix="loop with `for layer in layers: x = layer(x, ...)`, or do not stack them (stack=None).",
+        raise self.not_together(f"{self.path}[{index}]")
+
+    def not_together(self, got: str) -> ShardingError:
+        """The error for code that wants a single layer."""
+        return ShardingError(
+            f"{self.path}: stacked layers run together, as one scan: each gets what the one before returned, and the "
+            "same other arguments.",
+            got=got,
+            fix="loop with `for layer in layers: x = layer(x, ...)` and put what is done between layers into them, "
+            "or do not stack them (stack=None).",
         )
 
-    def forward(self, x: Tensor, *args, **kwargs) -> Tensor:
+    def forward(self, x: Tensor | None = None, /, *args, **kwargs) -> Tensor:
         """Runs every layer.
 
         Args:
-          x: What the first layer gets; each layer returns the next one's.
+          x: What the first layer gets, by position; each layer returns the next one's.
           *args: Passed to every layer alike, as are keyword arguments. Tensors, in tuples, lists and dicts too, get no
             gradient; anything else must be hashable.
 
         Raises:
-          ShardingError: An argument is neither.
+          ShardingError: An argument is neither, or the first is no tensor.
         """
+        if not isinstance(x, Tensor):
+            raise ShardingError(
+                f"{self.path}: stacked layers take their input, a tensor, as the first positional argument.",
+                got=f"{', '.join(kwargs)} by keyword" if x is None and kwargs else type(x).__name__,
+                fix="call layer(x, ...) and not layer(hidden_states=x), or do not stack the layers (stack=None).",
+            )
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         # Tensors are operands of the scan; the rest is part of the layer's code.
@@ -110,6 +132,57 @@ class StackedLayers(nn.Module):
 
             self._bodies[key] = body
         return self._bodies[key]
+
+
+class _Loop:
+    """One loop over stacked layers: the first call runs them, and the others check that this is what the code means."""
+
+    def __init__(self, layers: StackedLayers) -> None:
+        self.layers, self.num_calls = layers, 0
+        self.expected: tuple[list[tuple[object, int | None]], TreeSpec] | None = None
+
+    def call(self, number: int, /, *args, **kwargs) -> Tensor:
+        """Calls a layer by its number.
+
+        Raises:
+          ShardingError: It is not the next one, or does not get what the scan gave it.
+        """
+        layers = self.layers
+        if number == 0 and self.num_calls in (0, layers.num_layers):  # layers may be kept in a list, and used again
+            y = layers(*args, **kwargs)
+            self.num_calls = 0
+            self.expected = _seen((y, *args[1:]), kwargs)
+        elif number != self.num_calls:
+            raise layers.not_together(f"a call of layer {number} where layer {self.num_calls} is next")
+        else:
+            assert self.expected is not None
+            (leaves, structure), (expected, expected_structure) = _seen(args, kwargs), self.expected
+            if not args or not _unchanged(leaves[0], expected[0]):
+                raise layers.not_together(f"layer {number} called with another input than layer {number - 1} returned")
+            if structure != expected_structure or not all(map(_unchanged, leaves, expected)):
+                raise layers.not_together(f"layer {number} called with other arguments than layer 0, besides its input")
+            y = args[0]
+        self.num_calls += 1
+        if self.num_calls == layers.num_layers:
+            self.expected = None  # which may be all that keeps the tensors
+        return y
+
+
+def _seen(args: tuple, kwargs: dict) -> tuple[list[tuple[object, int | None]], TreeSpec]:
+    """Arguments as they are now: each leaf, with its version if it is a tensor, which every in-place change raises."""
+    leaves, structure = tree_flatten((args, kwargs))
+    return [(leaf, _version(leaf)) for leaf in leaves], structure
+
+
+def _version(leaf: object) -> int | None:
+    return leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else None
+
+
+def _unchanged(now: tuple[object, int | None], before: tuple[object, int | None]) -> bool:
+    (a, version), (b, version_before) = now, before
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return a is b and version == version_before
+    return type(a) is type(b) and (a is b or bool(a == b))
 
 
 def check_alike(layers: nn.Module, path: str) -> nn.ModuleList:

@@ -103,29 +103,27 @@ class NamedSharding:
         """
         return math.prod(self.shard_shape(shape)) * itemsize
 
-    def index_ranges(self, shape: Sequence[int]) -> dict[int, tuple[slice, ...]]:
-        """The part of the tensor that each device holds.
+    def index_of(self, device_id: int, shape: Sequence[int]) -> tuple[slice, ...]:
+        """The part of the tensor that one device holds: a slice with concrete start and stop per dim.
 
         Args:
+          device_id: 0 to N-1.
           shape: Global shape.
 
-        Returns:
-          By device id, 0..N-1 in order, one slice with concrete start and stop per dim.
-
-        >>> NamedSharding(Mesh(x=2), PartitionSpec(None, "x")).index_ranges((3, 4))
-        {0: (slice(0, 3, None), slice(0, 2, None)), 1: (slice(0, 3, None), slice(2, 4, None))}
+        >>> NamedSharding(Mesh(x=2), PartitionSpec(None, "x")).index_of(1, (3, 4))
+        (slice(0, 3, None), slice(2, 4, None))
         """
-        sizes, num_places = self.shard_shape(shape), self.mesh.shape
+        sizes = self.shard_shape(shape)
+        places, num_places = self.mesh.coordinates(device_id), self.mesh.shape
+        tiles = [0] * len(sizes)
+        for dim in range(len(self.spec)):
+            for axis in self.spec.axes_of(dim):
+                tiles[dim] = tiles[dim] * num_places[axis] + places[axis]
+        return tuple(slice(tile * size, (tile + 1) * size) for tile, size in zip(tiles, sizes, strict=True))
 
-        def ranges(device_id: int) -> tuple[slice, ...]:
-            places = self.mesh.coordinates(device_id)
-            tiles = [0] * len(sizes)
-            for dim in range(len(self.spec)):
-                for axis in self.spec.axes_of(dim):
-                    tiles[dim] = tiles[dim] * num_places[axis] + places[axis]
-            return tuple(slice(tile * size, (tile + 1) * size) for tile, size in zip(tiles, sizes, strict=True))
-
-        return {device_id: ranges(device_id) for device_id in range(self.mesh.size)}
+    def index_ranges(self, shape: Sequence[int]) -> dict[int, tuple[slice, ...]]:
+        """The part of the tensor that each device holds, by device id, 0..N-1 in order; see `index_of`."""
+        return {device_id: self.index_of(device_id, shape) for device_id in range(self.mesh.size)}
 
     def replica_of(self, device_id: int) -> int:
         """Which replica of its piece a device holds: 0 to `num_replicas - 1`, numbered by rising device id.

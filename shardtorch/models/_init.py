@@ -1,7 +1,8 @@
 """Initial values as data: what fills a parameter, without the parameter.
 
 A tensor that is held by shards is never whole on a host, so a model says only from which distribution a parameter
-comes; whoever holds the shards fills them.
+comes; whoever holds the shards fills them. `shardtorch.fsdp` has classes of the same names for users' own models:
+this package imports torch only, and the two agree by shape alone (a method `fill_`).
 """
 
 from dataclasses import dataclass

@@ -42,7 +42,7 @@ from shardtorch.train import (
 )
 
 _MAY_DIFFER = {"out", "devices", "mesh", "dcn", "engine", "cache", "data", "text_field", "steps", "resume",
-               "eval_every_steps", "save_every_steps", "keep_checkpoints", "sample_tokens", "loss_chunks",
+               "eval_every_steps", "save_every_steps", "keep_checkpoints", "sample_tokens", "eval_tokens", "loss_chunks",
                "remat"}  # fmt: skip
 """Settings that a resumed run may change: they don't change what is learned, up to rounding. Text is
 compared by its content, wherever it lies."""
@@ -88,6 +88,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
         _check_same_text(resume_from, corpus)
     processes = {"process_index": inventory.process_index, "process_count": inventory.process_count}
     loader = train_loader(corpus, config.global_batch_size, config.seq_len, config.seed, **processes)
+    corpus = corpus.with_heldout(config.eval_tokens)
     heldout = heldout_batches(corpus, config.global_batch_size, config.seq_len, **processes)
     reference = zlib_bits_per_byte(corpus.heldout_text())
     header = {
@@ -123,6 +124,8 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
             with _writable(config.out):
                 shutil.copyfile(corpus.tokenizer_path, config.out / "tokenizer.json")
 
+        loss_chunks = config.loss_chunks or _loss_chunks(config.seq_len, shape.vocab_size)
+
         def batch(k: int) -> Batch:
             found = loader[k]
             assert found is not None, "the loader filters nothing out"
@@ -132,8 +135,8 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
             engine=engine,
             batch_sharding=batch_sharding,
             global_batch_size=config.global_batch_size,
-            step=make_step(model, optimizer, clip_norm=config.clip_norm, loss_chunks=config.loss_chunks),
-            eval_step=make_eval_step(model, loss_chunks=config.loss_chunks),
+            step=make_step(model, optimizer, clip_norm=config.clip_norm, loss_chunks=loss_chunks),
+            eval_step=make_eval_step(model, loss_chunks=loss_chunks),
             schedule=Schedule(config.lr, config.warmup_steps, config.decay_steps),
             batches=batch,
             heldout=heldout,
@@ -239,12 +242,20 @@ def _saved_config(path: Path) -> dict[str, Any]:
     return {**saved}
 
 
+def _loss_chunks(seq_len: int, vocab_size: int) -> int:
+    """The fewest chunks that keep a sequence's logits at 512 MiB of float32."""
+    fitting = (n for n in range(1, seq_len + 1) if seq_len % n == 0 and seq_len // n * vocab_size <= 2**27)
+    return next(fitting, seq_len)
+
+
 def _peak_flops(platform: str, generation: str, num_devices: int) -> float | None:
-    """Peak of all devices together, in FLOP/s; None where it isn't published, as for virtual CPU devices."""
-    if platform != "tpu":
+    """Peak of all devices together, in FLOP/s; None where it isn't known, as for virtual CPU devices."""
+    shapes = {"v5e": (2, 2), "v6e": (2, 2), "v4": (2, 2, 1), "v5p": (2, 2, 1), "tpu7x": (2, 2, 1)}
+    if platform != "tpu" or generation not in shapes:
         return None
-    chip = SliceTopology(generation, (2, 2) if generation in ("v5e", "v6e") else (2, 2, 1))
-    return chip.bf16_flops / chip.devices_per_chip * num_devices
+    # At run time a v4 chip is one device, its two cores together; a tpu7x chip is two.
+    devices_per_chip = 2 if generation == "tpu7x" else 1
+    return SliceTopology(generation, shapes[generation]).bf16_flops / devices_per_chip * num_devices
 
 
 @contextmanager

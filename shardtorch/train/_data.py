@@ -12,7 +12,7 @@ import socket
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -61,6 +61,17 @@ class Corpus:
     tokenizer_path: Path
     fingerprint: str
     """Hash of the text and of the settings that made the tokens: equal fingerprints, equal tokens."""
+
+    def with_heldout(self, max_tokens: int) -> "Corpus":
+        """The same corpus with at most `max_tokens` of its held-out tokens, the first ones, and their bytes."""
+        if len(self.heldout) <= max_tokens:
+            return self
+        tokenizer = load_tokenizer(self.tokenizer_path)
+        # A token of a byte-level vocabulary is written with one character per byte; the separator stands for no text.
+        lengths = np.array([len(tokenizer.id_to_token(i)) for i in range(self.vocab_size)])
+        lengths[SEPARATOR_ID] = 0
+        heldout = self.heldout[:max_tokens]
+        return replace(self, heldout=heldout, num_heldout_bytes=int(lengths[heldout].sum()))
 
     def heldout_text(self) -> bytes:
         """The held-out documents, joined, in UTF-8."""

@@ -106,8 +106,9 @@ class Loop:
         num_under_way = 0 if self.engine.inventory().platform == "cpu" else 1
         pending: list[tuple[int, float, Tensor]] = []
         began, first, saved = time.perf_counter(), state.step + 1, state.step
-        with _stop_requested() as stop:
-            while state.step < last_step and not stop():
+        stopping = False
+        with _stop_requested(self.engine.inventory().process_count) as stop:
+            while state.step < last_step and not (stopping := stop()):
                 tokens, targets = self._put(self.batches(state.step))
                 lr = self.schedule(state.step + 1)
                 lr_tensor = self._replicate(torch.tensor(lr))
@@ -130,7 +131,7 @@ class Loop:
                     evaluation = self._evaluate(eval_step, state.step, log, display)
                 if save or evaluate:
                     began = time.perf_counter()
-            if stop():
+            if stopping:
                 display.message(f"asked to stop: saving step {state.step}, then evaluating; Ctrl-C leaves at once")
             self._report(pending, 0, began, log, display)
             if saved != state.step:  # first, since whoever asked to stop may not wait for the evaluation
@@ -176,8 +177,7 @@ class Loop:
         return began
 
     def _evaluate(self, eval_step: EvalStep, step: int, log: MetricsLog, display: Display) -> Evaluation:
-        totals = [eval_step(*self._put(batch)) for batch in self.heldout]
-        nll = sum(total.cpu().item() for total in totals)
+        nll = sum(eval_step(*self._put(batch)).cpu().item() for batch in self.heldout)
         evaluation = Evaluation(step, nll / self.num_heldout_tokens, bits_per_byte(nll, self.num_heldout_bytes))
         log.eval(step, evaluation.loss, evaluation.bits_per_byte)
         display.eval(step, evaluation.bits_per_byte, self.reference_bits_per_byte)
@@ -198,8 +198,12 @@ class Loop:
 
 
 @contextmanager
-def _stop_requested() -> Iterator[Callable[[], bool]]:
-    """Whether SIGINT or SIGTERM has come since; a second SIGINT interrupts at once."""
+def _stop_requested(process_count: int) -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT or SIGTERM has come since, to any of the processes; a second SIGINT interrupts at once.
+
+    All processes ask at the same points, and get the same answer: one that stopped alone would leave the others waiting
+    for it in their next step.
+    """
     requested: list[int] = []
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -207,8 +211,16 @@ def _stop_requested() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     previous = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop() -> bool:
+        if process_count == 1:
+            return bool(requested)
+        anywhere = torch.tensor(len(requested))
+        torch.distributed.all_reduce(anywhere)
+        return bool(anywhere)
+
     try:
-        yield lambda: bool(requested)
+        yield stop
     finally:
         for number, old in previous.items():
             signal.signal(number, old)

@@ -48,7 +48,8 @@ class TrainState:
                 else:
                     placed = Placed(value, sharding)
                 tensors[f"optimizer.{key}.{name}"] = placed
-        return tensors
+        buffers = {f"model.{name}": Placed(buffer, replicated) for name, buffer in self.model.named_buffers()}
+        return tensors | buffers
 
     def save(self, directory: Path, extra: Mapping[str, Any], *, keep: int | None = None) -> Path:
         """Writes a checkpoint of this step under `directory`; see `save_checkpoint`."""
@@ -80,6 +81,8 @@ class TrainState:
             for key, value in state.items():
                 loaded = tensors[f"optimizer.{key}.{name}"]
                 state[key] = _reshaped(loaded, value.shape, where) if value.ndim == 0 else loaded
+        for name, buffer in self.model.named_buffers():
+            buffer.data = tensors[f"model.{name}"]
         self.step = step
         return extra
 

@@ -34,7 +34,8 @@ def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, clip_norm: 
         set_learning_rate(optimizer, lr)
         loss = model(tokens, targets, loss_chunks=loss_chunks)
         loss.backward()
-        grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters], foreach=False)
+        grads = [p.grad for p in parameters if p.grad is not None]  # a frozen parameter has none
+        grad_norm = torch.nn.utils.get_total_norm(grads, foreach=False)
         torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, grad_norm, foreach=False)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

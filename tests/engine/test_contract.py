@@ -222,7 +222,7 @@ def own_constants(x, weights):
     return (
         torch.tanh(x * weights["a"]) * scale
         + x.new_tensor([1.0, 2.0, 3.0, 4.0]) * 0.1
-        + torch.arange(4, device=x.device)
+        + torch.arange(4, device="xla" if x.device.type == "xla" else "cpu")
     )
 
 

@@ -86,7 +86,8 @@ REFUSALS = {
     ),
     "no dim divides": Refusal(
         lambda: mlp(9, 11),
-        r"0\.weight: no dim can be divided by mesh axis fsdp of size 4.*shape \(11, 9\).*fix: give the parameter",
+        r"0\.weight: no dim can be divided by mesh axis fsdp of size 4.*shape \(11, 9\)"
+        r".*fix: replicate it on purpose with '0\.weight': None in the plan",
         {"plan": SMALL},
     ),
     "a dim of the plan does not divide": Refusal(
@@ -125,6 +126,30 @@ REFUSALS = {
         lambda: mlp(8, 8),
         r"init pattern '0.wieght' matches nothing.*did you mean '0.weight'",
         {"init": {"0.wieght": Constant(1)}},
+    ),
+    "a rule that is a function": Refusal(
+        lambda: layers(nn.Linear(8, 8)).to("meta"),
+        r"init pattern '\*\*': an initial value is an object with a method fill_.*zeros_.*fsdp\.Normal",
+        {"init": {"**": torch.nn.init.zeros_}, "stack": "layers"},
+    ),
+    "a rule that is a class": Refusal(
+        lambda: mlp(8, 8).to("meta"), r"init pattern '\*\*': .*got: .*Constant", {"init": {"**": Constant}}
+    ),
+    "a rule that is a tensor": Refusal(
+        lambda: mlp(8, 8).to("meta"), r"init pattern '0\.bias': .*got: tensor", {"init": {"0.bias": torch.zeros(8)}}
+    ),
+    "a rule for a parameter with values": Refusal(
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).to("meta")),
+        r"0\.weight: only a parameter on the meta device takes an initial value.*got: init pattern '\*\*\.weight'.*cpu",
+        {"init": {"**.weight": Constant(1.0)}},
+    ),
+    "rules that are no mapping": Refusal(
+        lambda: mlp(8, 8).to("meta"), r"init must be a mapping.*got: Constant", {"init": Constant(1.0)}
+    ),
+    "a dict for a plan": Refusal(
+        lambda: mlp(8, 8),
+        r"the plan must be a ShardingPlan.*0\.weight.*fix: .*ShardingPlan\(",
+        {"plan": {"0.weight": P()}},
     ),
     "no rule for a parameter on meta": Refusal(
         lambda: nn.Sequential(on_meta(Custom)),
@@ -223,6 +248,15 @@ def test_after_a_refusal_the_model_can_be_sharded(reference: Engine):
         fully_shard(model, MESH, stack="layers", engine=reference, **plan(outputs={"nothing": ()}))
     fully_shard(model, MESH, stack="layers", engine=reference)
     assert placement(model).mesh == MESH
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 4}, None, "fsdp=4"], ids=repr)
+def test_a_mesh_that_is_none(reference: Engine, mesh):
+    model = mlp(8, 8)
+    before = picture(model)
+    with pytest.raises(ShardingError, match=r"(?s)the mesh must be a shardtorch.Mesh.*fix: write Mesh\(fsdp=4\)"):
+        fully_shard(model, mesh, engine=reference)
+    assert picture(model) == before
 
 
 def test_a_mesh_of_other_devices(xla: Engine):

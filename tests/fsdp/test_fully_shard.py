@@ -9,12 +9,14 @@ import pytest
 import torch
 from fsdp_cases import (
     CASES,
+    LARGE,
     SMALL,
     ZOO_INIT,
     ZOO_TENSOR_PLAN,
     Case,
     Zoo,
     assert_all_lie_as_planned,
+    assert_lies_as,
     on_meta,
     parameters_of,
     whole,
@@ -22,7 +24,7 @@ from fsdp_cases import (
 from torch import Tensor, nn
 
 from shardtorch.engine import Engine, Index
-from shardtorch.fsdp import StackedLayers, fully_shard, layer_ndim, placement
+from shardtorch.fsdp import StackedLayers, fully_shard, layer_ndim, placement, shard_optimizer
 from shardtorch.mesh import Mesh, NamedSharding, P, ShardingPlan
 from shardtorch.models import PRESETS, Llama, preset
 from shardtorch.run._model import build_model
@@ -205,6 +207,22 @@ class TestShardings:
         specs = self.specs(reference, nn.Linear(16, 8), Mesh(rows=8), axis=None, plan=plan)
         assert specs == {"weight": P(None, "rows"), "bias": P()}
 
+    @pytest.mark.parametrize("spec", [None, P(), ()], ids=repr)
+    def test_what_the_plan_replicates_on_purpose_stays_whole(self, reference: Engine, spec):
+        plan = ShardingPlan({"0.weight": spec, "layers.*.weight": spec}, large=8)
+        model = nn.ModuleDict(
+            {"0": nn.Linear(16, 8), "1": nn.Linear(16, 8), "layers": nn.ModuleList([nn.Linear(8, 8)])}
+        )
+        specs = self.specs(reference, model, Mesh(data=2), axis="data", plan=plan, stack="layers")
+        assert (specs["0.weight"], specs["layers.*.weight"]) == (P(), P(None))
+        assert specs["1.weight"] == P(None, "data")
+
+    def test_one_odd_parameter_does_not_cost_the_others_their_sharding(self, reference: Engine):
+        model = nn.Sequential(nn.Linear(9, 7), nn.Linear(8, 8))
+        plan = ShardingPlan({"0.weight": None}, large=LARGE - 1)
+        specs = self.specs(reference, model, Mesh(fsdp=8), plan=plan)
+        assert (specs["0.weight"], specs["1.weight"]) == (P(), P("fsdp", None))
+
     def test_an_axis_of_size_one_shards_nothing(self, reference: Engine):
         specs = self.specs(reference, nn.Linear(17, 13), Mesh(fsdp=1), plan=SMALL)
         assert set(specs.values()) == {P()}
@@ -350,7 +368,129 @@ class TestWhatIsKept:
         assert list(dict(model.named_children())) == ["embed", "layers", "norm", "head", "loss"]
         assert isinstance(model.layers, StackedLayers)
         assert len(model.layers) == 2
-        assert next(iter(model.layers)) is model.layers
+
+
+class TestParametersOutsideOfForward:
+    """`module.weight` is the stored parameter, and what is done to it is done to the model."""
+
+    MESH = Mesh(fsdp=8)
+
+    def model(self, engine: Engine, **arguments) -> nn.Module:
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        return fully_shard(model, self.MESH, plan=SMALL, engine=engine, **arguments)
+
+    def batch(self, engine: Engine) -> Tensor:
+        return engine.put(torch.ones(8, 8), NamedSharding(self.MESH, P("fsdp")), (8, 8))
+
+    def test_it_is_the_parameter(self, engine: Engine):
+        model = self.model(engine, compute_dtype=torch.bfloat16)
+        for name, parameter in model.named_parameters():
+            assert model.get_parameter(name) is parameter
+        assert isinstance(model[0].weight, nn.Parameter)
+        assert model[0].weight.dtype == torch.float32
+        assert model[0].weight.grad is None
+
+        def step(x: Tensor) -> None:
+            model(x.bfloat16()).float().sum().backward()
+
+        engine.compile(step)(self.batch(engine))
+        assert model[0].weight.grad is not None
+        assert_lies_as(engine, model[0].weight.grad, placement(model).parameters["0.weight"], "gradient")
+
+    def test_changes_in_place_are_the_models_and_stay_sharded(self, engine: Engine):
+        model = self.model(engine)
+        nn.init.constant_(model[0].weight, 2.0)
+        nn.init.normal_(model[2].weight)
+        with torch.no_grad():
+            model[0].weight.mul_(3.0)
+            model[0].bias.copy_(torch.full((8,), 1.0))
+            model[2].weight.zero_().add_(torch.eye(8, device=engine.device))
+            model[2].bias.zero_()
+        engine.sync()
+        assert_all_lie_as_planned(model)
+        assert torch.equal(parameters_of(model, 1)["0.weight"], torch.full((8, 8), 6.0))
+        y = engine.compile(model)(self.batch(engine))
+        assert torch.equal(y.detach().cpu(), torch.full((8, 8), 49.0))
+        assert_all_lie_as_planned(model)
+
+    @pytest.mark.parametrize("pending", [True, False], ids=["in the step's graph", "before it"])
+    def test_changes_through_views_are_sharded_again_by_the_next_forward(self, engine: Engine, pending: bool):
+        """torch_xla loses the sharding of what is changed through a view."""
+        model = self.model(engine)
+        weights = [model[0].weight, model[2].weight]
+        for _ in range(2):  # kept by the user over a forward
+            with torch.no_grad():
+                weights[0].zero_().fill_diagonal_(2.0)
+                weights[1][1] = 0.0
+            if not pending:
+                engine.sync()
+            engine.compile(model)(self.batch(engine))
+            assert_all_lie_as_planned(model)
+        assert torch.equal(parameters_of(model, 1)["0.weight"], 2 * torch.eye(8))
+        assert (parameters_of(model, 1)["2.weight"] == 0).all(dim=1).nonzero().tolist() == [[1]]
+
+    def test_an_optimizer_takes_one(self, engine: Engine):
+        model = self.model(engine)
+        optimizer = torch.optim.AdamW([model[0].weight], capturable=engine.name != "reference", foreach=False)
+        before = parameters_of(model, 1)
+
+        def step(x: Tensor) -> None:
+            model(x).square().sum().backward()
+            optimizer.step()
+
+        shard_optimizer(optimizer, model)
+        engine.compile(step)(self.batch(engine))
+        changed = {name for name, p in parameters_of(model, 1).items() if not torch.equal(p, before[name])}
+        assert changed == {"0.weight"}
+        assert_lies_as(engine, model[0].weight, placement(model).parameters["0.weight"], "weight")
+
+    def test_a_state_dict_is_saved_and_loaded(self, engine: Engine, tmp_path):
+        model, other = self.model(engine), self.model(engine)
+        torch.save(model.state_dict(), tmp_path / "model.pt")
+        other.load_state_dict(torch.load(tmp_path / "model.pt", map_location="cpu", weights_only=True))
+        want, found = parameters_of(model, 1), parameters_of(other, 1)
+        assert all(torch.equal(found[name], want[name]) for name in want)
+
+    def test_in_a_forward_of_any_part_it_is_what_is_used(self, reference: Engine):
+        class Tied(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = nn.Module()
+                self.inner.head = nn.Linear(8, 8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                seen.append(self.inner.head.weight.dtype)
+                return x @ self.inner.head.weight.T
+
+        seen: list[torch.dtype] = []
+        model = fully_shard(
+            nn.Sequential(Tied()), self.MESH, plan=SMALL, compute_dtype=torch.bfloat16, engine=reference
+        )
+        other = self.model(reference, compute_dtype=torch.bfloat16)
+        model.register_forward_hook(lambda *_: seen.append(other[0].weight.dtype))
+        x = torch.ones(8, 8, dtype=torch.bfloat16)
+        model(x)
+        model[0](x)
+        assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]  # another model's forward is not its own
+
+    def test_after_an_error_in_a_forward_it_is_the_parameter(self, reference: Engine):
+        model = self.model(reference)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.ones(8, 9))
+        assert isinstance(model[0].weight, nn.Parameter)
+
+    def test_a_module_that_is_computed_again_in_backward(self, reference: Engine):
+        class Checkpointed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = nn.Linear(8, 8)
+
+            def forward(self, x: Tensor) -> Tensor:
+                return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+        model = fully_shard(Checkpointed(), self.MESH, plan=SMALL, compute_dtype=torch.bfloat16, engine=reference)
+        model(torch.ones(8, 8, dtype=torch.bfloat16)).sum().backward()
+        assert torch.equal(model.inner.weight.grad, torch.full((8, 8), 8.0))
 
 
 def test_placing_compiles_a_bounded_number_of_graphs(xla: Engine):

@@ -12,15 +12,27 @@ from torch import Tensor, nn
 
 from shardtorch.engine import Engine
 from shardtorch.errors import ShardingError
-from shardtorch.fsdp import fully_shard, placement
+from shardtorch.fsdp import Constant, Initializer, Normal, Uniform, fully_shard, placement
 from shardtorch.fsdp._initial import check_rules, default_initializer, read_initial
 from shardtorch.fsdp._read import read_parameter
 from shardtorch.mesh import Mesh
-from shardtorch.models import Constant, Normal
+from shardtorch.models import Normal as NormalOfModels
 
 
 def everything(shape: tuple[int, ...]) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in shape)
+
+
+class Counting:
+    """An initializer that keeps the sizes of what it was asked to fill."""
+
+    def __init__(self, initializer: Initializer) -> None:
+        self.initializer = initializer
+        self.sizes: list[int] = []
+
+    def fill_(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        self.sizes.append(x.numel())
+        return self.initializer.fill_(x, generator)
 
 
 @st.composite
@@ -36,6 +48,41 @@ def test_a_box_holds_what_the_whole_holds_there(shape_and_box, seed: int, name: 
     shape, index = shape_and_box
     read = read_initial(Normal(1.0), seed, name, torch.Size(shape))
     assert torch.equal(read(index), read(everything(shape))[index])
+
+
+@given(
+    st.sampled_from([(3000,), (2, 3000), (3, 7, 300), (2, 1024), (2, 40, 2, 30)]).flatmap(
+        lambda shape: st.tuples(
+            st.just(shape),
+            st.tuples(*(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True).map(sorted) for n in shape)),
+        )
+    )
+)
+@settings(deadline=None, max_examples=30)
+def test_of_long_rows_a_box_draws_what_it_touches(shape_and_box):
+    shape, ranges = shape_and_box
+    index = tuple(slice(*r) for r in ranges)
+    init = Counting(Normal(1.0))
+    box = read_initial(init, 0, "w", torch.Size(shape))(index)
+    row_shape = shape[1:] or shape
+    touched = torch.zeros(shape)
+    touched[index] = 1
+    rows = touched.reshape(-1, math.prod(row_shape))
+    want = [len(b) for row in rows for b, t in zip(row.split(1024), row.split(1024), strict=True) if t.any()]
+    assert sorted(init.sizes) == sorted(want)
+    assert torch.equal(box, read_initial(Normal(1.0), 0, "w", torch.Size(shape))(everything(shape))[index])
+
+
+def test_the_blocks_of_a_row_differ():
+    row = read_initial(Normal(1.0), 0, "w", torch.Size((1, 4096)))(everything((1, 4096)))[0]
+    assert len({tuple(block.tolist()) for block in row.split(1024)}) == 4
+    assert row.std().item() == pytest.approx(1, rel=0.05)
+
+
+def test_devices_that_hold_columns_draw_the_model_once_between_them(engine: Engine):
+    init = Counting(Constant(1.0))
+    fully_shard(on_meta(lambda: nn.Linear(8192, 8, bias=False)), Mesh(fsdp=8), init={"**": init}, engine=engine)
+    assert sum(init.sizes) == 8192 * 8
 
 
 def test_draws_depend_on_seed_name_and_row():
@@ -170,7 +217,20 @@ def test_a_rule_that_names_nothing_is_an_error():
     with pytest.raises(
         ShardingError, match=r"(?s)init pattern 'norms.weight' matches nothing.*did you mean 'norm.weight'"
     ):
-        check_rules({"norm.weight": Constant(1.0), "norms.weight": Constant(1.0)}, ["norm.weight", "head.weight"])
+        check_rules(
+            {"norm.weight": Constant(1.0), "norms.weight": Constant(1.0)},
+            dict(on_meta(lambda: nn.ModuleDict({"norm": nn.LayerNorm(2), "head": nn.Linear(2, 2)})).named_parameters()),
+        )
+
+
+def test_the_initial_values_of_models_and_of_fsdp_are_the_same_draws():
+    ours, theirs = (
+        read_initial(init, 0, "w", torch.Size((4, 8)))(everything((4, 8)))
+        for init in (Normal(0.5), NormalOfModels(0.5))
+    )
+    assert torch.equal(ours, theirs)
+    uniform = read_initial(Uniform(0.25), 0, "w", torch.Size((64, 64)))(everything((64, 64)))
+    assert 0.24 < uniform.abs().max() <= 0.25
 
 
 def test_a_stack_draws_each_layer_by_its_own_name(reference: Engine):

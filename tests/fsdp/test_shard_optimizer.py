@@ -101,6 +101,111 @@ def test_groups_keep_their_settings(engine: Engine):
     assert ["max_exp_avg_sq" in optimizer.state[p] for p in (*matrices, *vectors)] == [True, True, False, False]
 
 
+class TestLoading:
+    """`optimizer.load_state_dict` keeps the sharding, whatever it loads from."""
+
+    @staticmethod
+    def trained(seed: int = 0, amsgrad: bool = False) -> torch.optim.AdamW:
+        """A plain optimizer that has stepped twice."""
+        model = build()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, amsgrad=amsgrad)
+        for number in range(2):
+            optimizer.zero_grad()
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed + number))
+            model(x).square().mean().backward()
+            optimizer.step()
+        return optimizer
+
+    @staticmethod
+    def assert_holds(optimizer: torch.optim.Optimizer, model: nn.Module, want: dict) -> None:
+        where = placement(model)
+        assert_all_lie_as_planned(model, optimizer)
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            state = optimizer.state[parameter]
+            assert state.keys() == want[number].keys()
+            for key, value in want[number].items():
+                sharding = where.parameters[name] if value.ndim else NamedSharding(MESH, P())
+                assert torch.equal(whole(where.engine, state[key], sharding), value), (name, key)
+                assert state[key].device.type == where.engine.device.type
+
+    @pytest.mark.parametrize("amsgrad", [False, True])
+    def test_from_a_plain_run(self, engine: Engine, amsgrad: bool):
+        model, source = sharded(engine), self.trained(amsgrad=amsgrad)
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters(), **settings(engine)), model)
+        optimizer.load_state_dict(source.state_dict())
+        self.assert_holds(optimizer, model, source.state_dict()["state"])
+        (group,) = optimizer.param_groups
+        assert (group["lr"], group["amsgrad"]) == (3e-3, amsgrad)
+        assert group["capturable"] == (engine.name != "reference")  # and so the count stays in the graph
+
+        def step(x: Tensor) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        engine.compile(step)(engine.put(torch.randn(8, 16), NamedSharding(MESH, P("fsdp")), (8, 16)))
+        assert_all_lie_as_planned(model, optimizer)
+        assert all(state["step"].item() == 3 for state in optimizer.state.values())
+
+    def test_from_another_mesh(self, xla: Engine):
+        source_model = fully_shard(build(), Mesh(fsdp=8), plan=SMALL, engine=xla)
+        source = shard_optimizer(torch.optim.AdamW(source_model.parameters(), **settings(xla)), source_model)
+        want = self.trained().state_dict()
+        source.load_state_dict(want)
+        model = sharded(xla)
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters(), **settings(xla)), model)
+        optimizer.load_state_dict(source.state_dict())
+        self.assert_holds(optimizer, model, want["state"])
+
+    def test_nothing_whole_is_put_on_a_device(self, reference: Engine, monkeypatch: pytest.MonkeyPatch):
+        model, asked = sharded(reference), []
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+        materialize = type(reference).materialize
+
+        def recorded(self, shape, dtype, sharding, read) -> Tensor:
+            asked.append((tuple(shape), sharding.spec))
+            return materialize(self, shape, dtype, sharding, read)
+
+        monkeypatch.setattr(type(reference), "materialize", recorded)
+        source = self.trained().state_dict()
+        optimizer.load_state_dict(source)
+        shardings = placement(model).parameters
+        want = [(tuple(p.shape), shardings[name].spec) for name, p in model.named_parameters()]
+        assert [entry for entry in asked if entry[0]] == [entry for entry in want for _ in range(2)]
+        for number, parameter in enumerate(model.parameters()):  # and what is loaded is a copy
+            assert optimizer.state[parameter]["exp_avg"].data_ptr() != source["state"][number]["exp_avg"].data_ptr()
+
+    def test_from_one_that_has_not_stepped(self, engine: Engine):
+        model = sharded(engine)
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters(), **settings(engine)), model)
+        optimizer.load_state_dict(torch.optim.AdamW(build().parameters()).state_dict())
+        assert_all_lie_as_planned(model, optimizer)
+        assert all(set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in optimizer.state.values())
+
+    @pytest.mark.parametrize(
+        ("key", "value", "got"),
+        [
+            ("exp_avg", torch.zeros(3), r"exp_avg of shape \(3,\) for a parameter of shape \(32, 16\)"),
+            ("momentum_buffer", torch.zeros(32, 16), "momentum_buffer of shape"),
+        ],
+    )
+    def test_what_does_not_fit(self, reference: Engine, key: str, value: Tensor, got: str):
+        model, state = sharded(reference), self.trained().state_dict()
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+        before = [dict(entry) for entry in optimizer.state.values()]
+        state["state"][0][key] = value
+        with pytest.raises(ShardingError, match=rf"(?s)the state that is loaded must be.*got: {got}"):
+            optimizer.load_state_dict(state)
+        after = list(optimizer.state.values())
+        assert all(now[k] is then[k] for now, then in zip(after, before, strict=True) for k in then)
+
+    def test_other_groups_are_torchs_own_error(self, reference: Engine):
+        model = sharded(reference)
+        optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model)
+        with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+            optimizer.load_state_dict(torch.optim.AdamW(nn.Linear(4, 4).parameters()).state_dict())
+
+
 class TestRefusals:
     @staticmethod
     def assert_untouched(optimizer: torch.optim.Optimizer, num_states: int = 0) -> None:

@@ -124,6 +124,180 @@ def test_layers_cannot_be_told_apart(reference: Engine):
     assert isinstance(model.layers, StackedLayers)
 
 
+class Looping(Model):
+    """A model that loops over its layers in a way of its own."""
+
+    def __init__(self, loop) -> None:
+        super().__init__()
+        self.loop = loop
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loop(self.layers, x)
+
+
+def residual_around(layers, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = x + layer(x)
+    return x
+
+
+def in_place_between(layers, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+        x.mul_(2)
+    return x
+
+
+def same_input(layers, x: Tensor) -> Tensor:
+    return sum(layer(x) for layer in layers)
+
+
+def arguments_per_layer(layers, x: Tensor) -> Tensor:
+    for number, layer in enumerate(layers):
+        x = layer(x, None, number + 1)
+    return x
+
+
+def tensors_per_layer(layers, x: Tensor) -> Tensor:
+    for layer, scale in zip(layers, torch.ones(3, device=x.device), strict=True):
+        x = layer(x, options={"scale": scale, "on": True})
+    return x
+
+
+def in_place_on_an_argument(layers, x: Tensor) -> Tensor:
+    scale = torch.ones(16, device=x.device)
+    for layer in layers:
+        x = layer(x, (scale, 0))
+        scale.mul_(0.5)
+    return x
+
+
+def other_structure(layers, x: Tensor) -> Tensor:
+    for number, layer in enumerate(layers):
+        x = layer(x) if number == 0 else layer(x, power=1)
+    return x
+
+
+def drop_first(layers, x: Tensor) -> Tensor:
+    for number, layer in enumerate(layers):
+        x = layer(x) if number else x
+    return x
+
+
+def drop_middle(layers, x: Tensor) -> Tensor:
+    for number, layer in enumerate(layers):
+        x = x if number == 1 else layer(x)
+    return x
+
+
+def drop_last(layers, x: Tensor) -> Tensor:
+    for number, layer in enumerate(layers):
+        x = layer(x) if number < 2 else x
+    return x
+
+
+def one_twice(layers, x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(layer(x))
+    return x
+
+
+def backwards(layers, x: Tensor) -> Tensor:
+    for layer in list(layers)[::-1]:
+        x = layer(x)
+    return x
+
+
+def enumerated(layers, x: Tensor) -> Tensor:
+    for _, layer in enumerate(layers):
+        x = layer(x, None, 2)
+    return x
+
+
+def zipped_with_equal_arguments(layers, x: Tensor) -> Tensor:
+    for layer, power in zip(layers, [2, 2, 2], strict=True):
+        x = layer(x, power=power, options={"scale": 0.5, "on": True})
+    return x
+
+
+def kept_and_run_twice(layers, x: Tensor) -> Tensor:
+    kept = list(layers)
+    for _ in range(2):
+        for layer in kept:
+            x = layer(x)
+    return x
+
+
+def two_loops(layers, x: Tensor) -> Tensor:
+    for _ in range(2):
+        for layer in layers:
+            x = layer(x)
+    return x
+
+
+def none_called(layers, x: Tensor) -> Tensor:
+    return x * sum(1 for _ in layers)
+
+
+class TestLoops:
+    """A stack runs as a whole; a loop that means something else than that is refused, and never wrong."""
+
+    @pytest.mark.parametrize(
+        "loop", [enumerated, zipped_with_equal_arguments, kept_and_run_twice, two_loops, none_called]
+    )
+    def test_loops_that_mean_a_scan(self, engine: Engine, loop):
+        plain, x = Looping(loop), torch.randn(4, 16)
+        model = stacked(plain, engine)
+        y = engine.compile(model)(put(engine, x))
+        torch.testing.assert_close(y.detach().cpu(), plain(x), rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        ("loop", "got"),
+        [
+            (residual_around, "layer 1 called with another input than layer 0 returned"),
+            (in_place_between, "layer 1 called with another input than layer 0 returned"),
+            (same_input, "layer 1 called with another input than layer 0 returned"),
+            (arguments_per_layer, "layer 1 called with other arguments than layer 0"),
+            (tensors_per_layer, "layer 1 called with other arguments than layer 0"),
+            (in_place_on_an_argument, "layer 1 called with other arguments than layer 0"),
+            (other_structure, "layer 1 called with other arguments than layer 0"),
+            (drop_first, "a call of layer 1 where layer 0 is next"),
+            (drop_middle, "a call of layer 2 where layer 1 is next"),
+            (drop_last, "a loop that called 2 of 3 layers"),
+            (one_twice, "a call of layer 0 where layer 1 is next"),
+            (backwards, "a call of layer 2 where layer 0 is next"),
+        ],
+    )
+    def test_other_loops_are_refused(self, engine: Engine, loop, got: str):
+        model = stacked(Looping(loop), engine)
+        with pytest.raises(ShardingError, match=rf"(?s)layers: stacked layers run together.*got: {got}.*stack=None"):
+            engine.compile(model)(put(engine, torch.randn(4, 16)))
+
+    def test_in_inference_mode_too(self, reference: Engine):
+        """Where tensors do not count their changes."""
+        plain, x = Model(), torch.randn(4, 16)
+        with torch.inference_mode():
+            torch.testing.assert_close(stacked(plain, reference)(x), plain(x))
+            with pytest.raises(ShardingError, match="another input than layer 0 returned"):
+                stacked(Looping(residual_around), reference)(x)
+
+    def test_the_stack_itself_runs_all(self, engine: Engine):
+        plain, x = Model(), torch.randn(4, 16)
+        model = stacked(plain, engine)
+        y = engine.compile(model.layers)(put(engine, x))
+        torch.testing.assert_close(y.detach().cpu(), plain(x), rtol=1e-5, atol=1e-5)
+        assert len(model.layers) == len(list(model.layers)) == 3
+
+    @pytest.mark.parametrize(("args", "got"), [((), "x, power by keyword"), ((3,), "int")])
+    def test_an_input_that_is_no_positional_tensor(self, reference: Engine, args: tuple, got: str):
+        model = stacked(Model(), reference)
+        for call in (model.layers, next(iter(model.layers))):
+            with pytest.raises(
+                ShardingError, match=rf"(?s)layers: stacked layers take their input.* first positional.*got: {got}"
+            ):
+                call(*args, **({} if args else {"x": torch.randn(4, 16), "power": 2}))
+
+
 class TestBuffers:
     def test_each_layer_has_its_own(self, engine: Engine):
         class Norm(nn.Module):

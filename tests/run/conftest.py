@@ -30,14 +30,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.fixture(scope="session")
 def trained(runs: Runs) -> Iterator[Callable[[str], Path]]:
     """The folder of a finished run, by its name. It must not be changed."""
+    processes = []
 
     def train(options: dict[str, str]) -> None:
-        done = finish(start_in_turn([runs.words(name, *words.split()) for name, words in options.items()]))
+        processes.append(start_in_turn([runs.words(name, *words.split()) for name, words in options.items()]))
+        done = finish(processes[-1])
         assert done.returncode == 0, done.stderr
         assert done.stderr == ""
 
     groups = (REFERENCE, EIGHT_DEVICES, ONE_DEVICE)
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    pool = ThreadPoolExecutor(max_workers=2)
+    try:
         futures = [pool.submit(train, group) for group in groups]
 
         def folder(name: str) -> Path:
@@ -46,4 +49,7 @@ def trained(runs: Runs) -> Iterator[Callable[[str], Path]]:
             return runs.root / name
 
         yield folder
-        pool.shutdown(cancel_futures=True)
+    finally:  # the tests that were selected may not need all of them
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in processes:
+            process.kill()

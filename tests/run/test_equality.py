@@ -22,11 +22,11 @@ ALL_STEPS = ["reference", "one device", "fsdp=8", "fsdp=4,tensor=2", "data=2,fsd
 SOME_STEPS = ["tensor=8", "remat and chunks on data=2,fsdp=2,context=2"]
 BFLOAT16 = "bfloat16 on fsdp=4,tensor=2"
 
-# Both in float32, with sums in another order: measured at most 1e-6 on XLA. In the reference engine torch's float32 norm
-# of half a million numbers is off by up to 5e-5 on the CPU (torch 2.9.0).
+# Both in float32, with sums in another order: measured at most 1e-6 on XLA. In the reference engine, torch's float32
+# norm of half a million numbers is off by up to 5e-5 on the CPU (torch 2.9.0).
 FLOAT32 = 1e-4
-# A bfloat16 number is off by up to 2**-9 = 2e-3. In the loss, a mean over 256 tokens, that averages out to less; through
-# the 4 layers of the gradient it adds up. Measured: 2e-4 and 2e-3.
+# A bfloat16 number is off by up to 2**-9 = 2e-3. In the loss, a mean over 256 tokens, that averages out to less; in the
+# gradient it adds up over the 4 layers. Measured: 2e-4 and 2e-3.
 BFLOAT16_LOSS, BFLOAT16_GRAD_NORM = 2e-3, 2e-2
 
 pytestmark = pytest.mark.slow

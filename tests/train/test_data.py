@@ -507,3 +507,15 @@ def test_bits_per_byte_of_no_text():
         bits_per_byte(1.0, 0)
     with pytest.raises(DataError, match="bits per byte need text"):
         zlib_bits_per_byte(b"")
+
+
+def test_a_part_of_the_heldout_text_counts_its_own_bytes(tmp_path: Path) -> None:
+    corpus = prepare("topics", 512, tmp_path)
+    whole = corpus.with_heldout(len(corpus.heldout))
+    assert whole is corpus
+    part = corpus.with_heldout(1000)
+    assert len(part.heldout) == 1000
+    assert part.num_heldout_bytes == len(part.heldout_text())
+    # The bytes of a token don't depend on its place: two parts together have the bytes of both.
+    rest = dataclasses.replace(corpus, heldout=corpus.heldout[1000:])
+    assert part.num_heldout_bytes + len(rest.heldout_text()) == corpus.num_heldout_bytes

@@ -22,9 +22,10 @@ class TorchXlaEngine(_contract.Engine):
 
     def __init__(self) -> None:
         self.device = torch_xla.device()
+        self._inventory = _start.inventory()  # once: on a TPU VM it asks the metadata server
 
     def inventory(self) -> _contract.Inventory:
-        return _start.inventory()
+        return self._inventory
 
     def materialize(
         self, shape: Sequence[int], dtype: torch.dtype, sharding: NamedSharding, read: _contract.ReadShard
@@ -46,7 +47,7 @@ class TorchXlaEngine(_contract.Engine):
 
     def annotate(self, x: Tensor, sharding: NamedSharding) -> Tensor:
         traced = _trace.is_tracing() or type(x) not in (Tensor, torch.nn.Parameter)
-        if traced or not x.is_leaf or x.device.type != "xla":
+        if traced or x.device.type != "xla" or not _is_leaf(x):
             return self.constrain(x, sharding)
         sharding.validate(tuple(x.shape))
         _annotate.place(x, sharding)
@@ -94,3 +95,10 @@ class TorchXlaEngine(_contract.Engine):
 
     def sync(self) -> None:
         _trace.sync(wait=True)
+
+
+def _is_leaf(x: Tensor) -> bool:
+    """Whether an XLA tensor is data to cut up in place. Without grad mode, autograd calls every value a leaf."""
+    if isinstance(x, torch.nn.Parameter) or _annotate.is_data(x):
+        return x.is_leaf
+    return x.is_leaf and torch.is_grad_enabled()

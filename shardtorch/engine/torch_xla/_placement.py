@@ -1,10 +1,11 @@
 """Moves data between the host and the devices, one shard at a time.
 
 Private symbols of torch_xla 2.9.0: `_XLAC._global_tensor_from_cpu_shards`, `_get_local_shards`,
-`_get_local_shard_replica_and_indices`.
+`_get_local_shard_replica_and_indices`, `_xla_get_runtime_devices`.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import torch_xla
@@ -20,10 +21,16 @@ from shardtorch.mesh import NamedSharding, PartitionSpec
 _XLAC = torch_xla._XLAC  # pyright: ignore[reportPrivateImportUsage]
 
 
-def local_device_ids(num_devices: int) -> range:
-    """Ids of this process's devices in a mesh: processes hold equal, consecutive runs of them."""
-    per_process = num_devices // xr.process_count()
-    return range(xr.process_index() * per_process, (xr.process_index() + 1) * per_process)
+def local_device_ids() -> list[int]:
+    """Ids in a mesh of this process's devices, in the runtime's order. On most slices they are no run of numbers: the
+    first host of v5e:4x4 has 0, 1, 4 and 5."""
+    return [int(name.rpartition(":")[2]) for name in _XLAC._xla_get_runtime_devices()]
+
+
+@lru_cache(maxsize=4096)
+def _local_indices(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[int, Index]:
+    """What each of this process's devices holds, by id, in the runtime's order."""
+    return {device: sharding.index_of(device, shape) for device in local_device_ids()}
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, sharding: NamedSharding) -> Tensor:
@@ -35,11 +42,9 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, sharding: NamedSharding) -> 
 
 
 def _from_shards(shape: Sequence[int], dtype: torch.dtype, sharding: NamedSharding, read: ReadShard) -> Tensor:
-    ranges = sharding.index_ranges(tuple(shape))
     pieces: dict[tuple, Tensor] = {}  # replicas of one box are read once
     shards = []
-    for device in local_device_ids(sharding.mesh.size):
-        index = ranges[device]
+    for index in _local_indices(sharding, tuple(shape)).values():
         key = tuple((s.start, s.stop) for s in index)
         if key not in pieces:
             pieces[key] = read(index).detach().to(dtype).contiguous()
@@ -69,44 +74,46 @@ def materialize(shape: Sequence[int], dtype: torch.dtype, sharding: NamedShardin
 def put(part: Tensor, sharding: NamedSharding, global_shape: Sequence[int]) -> Tensor:
     """See `Engine.put`."""
     check_part(part, global_shape, xr.process_count())
-    first_row = xr.process_index() * len(part) if part.ndim else 0
+    shape = tuple(global_shape)
+    if not shape:
+        return _from_shards(shape, part.dtype, sharding, lambda index: part)
+    blocks = sorted({(index[0].start, index[0].stop) for index in _local_indices(sharding, shape).values()})
+    if sum(stop - start for start, stop in blocks) != len(part):
+        raise ShardingError(
+            "each process must give the rows that its devices hold.",
+            got=f"{len(part)} rows from process {xr.process_index()} of {xr.process_count()}, whose devices hold "
+            f"{blocks} under {sharding.spec} on {sharding.mesh}",
+            fix="let mesh axes that shard dim 0 tell the processes apart: put them first, and make their product a "
+            "multiple of the number of processes.",
+        )
+    first_of = {start: sum(stop - start for start, stop in blocks[:n]) for n, (start, _) in enumerate(blocks)}
 
     def read(index: Index) -> Tensor:
-        if not index:
-            return part
         rows, *rest = index
-        if rows.start < first_row or rows.stop > first_row + len(part):
-            raise ShardingError(
-                "the rows that a process gives must be those that its devices hold.",
-                got=f"process {xr.process_index()} has rows {first_row} to {first_row + len(part)}, its devices hold "
-                f"{rows.start} to {rows.stop} under {sharding.spec} on {sharding.mesh}",
-                fix="put the mesh axes that shard the batch first.",
-            )
-        return part[(slice(rows.start - first_row, rows.stop - first_row), *rest)]
+        first = first_of[rows.start]
+        return part[(slice(first, first + rows.stop - rows.start), *rest)]
 
-    return _from_shards(global_shape, part.dtype, sharding, read)
+    return _from_shards(shape, part.dtype, sharding, read)
 
 
 def local_shards(x: Tensor, sharding: NamedSharding) -> list[Shard]:
     """See `Engine.local_shards`."""
     sync(wait=True)  # a shard of a value that is still being computed can't be read
-    ranges = sharding.index_ranges(tuple(x.shape))
-    devices = local_device_ids(sharding.mesh.size)
+    expected = _local_indices(sharding, tuple(x.shape))
     if not (reported := sharding_of(x)):
         raise _misplaced(f"the whole tensor lies on the host or on every device, not {sharding}")
     (real,) = _XLAC._get_local_shard_replica_and_indices([x])
-    for device, (_, index) in zip(devices, real, strict=True):
+    for (device, want), (_, index) in zip(expected.items(), real, strict=True):
         if index is Ellipsis:  # the runtime's word for all of it
             index = tuple(slice(0, size) for size in x.shape)
-        if not _same_box(index, ranges[device]):
+        if not _same_box(index, want):
             raise _misplaced(
-                f"device {device} holds {tuple(index)}, and {ranges[device]} under {sharding}; the runtime reports "
-                f"{reported}"
+                f"device {device} holds {tuple(index)}, and {want} under {sharding}; the runtime reports {reported}"
             )
     (pieces,) = _XLAC._get_local_shards([x])
     return [
-        Shard(ranges[device], data, sharding.replica_of(device))
-        for device, (data, _) in zip(devices, pieces, strict=True)
+        Shard(index, data, sharding.replica_of(device))
+        for (device, index), (data, _) in zip(expected.items(), pieces, strict=True)
     ]
 
 

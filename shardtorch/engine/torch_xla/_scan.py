@@ -171,9 +171,8 @@ class _Plan:
         def flat_body(x: Tensor, *rest: Tensor) -> Tensor:
             layer_weights = dict(zip(names, rest[: len(names)], strict=True))
             y = check_layer_output(x, body(x, layer_weights, *rest[len(names) :]))
-            return (
-                y.clone() if y is x or y._is_view() else y
-            )  # AOTAutograd leaves an alias of an input out of the graph
+            # AOTAutograd leaves out of its graph what is an alias of an input.
+            return y.clone() if y is x or y._is_view() else y
 
         self.num_weights = len(weights)
         self.grad_of = [i for i, aval in enumerate(weights) if aval.requires_grad]

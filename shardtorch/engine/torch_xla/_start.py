@@ -11,6 +11,7 @@ import warnings
 from shardtorch.engine._contract import Inventory
 from shardtorch.errors import EngineUnavailableError
 
+_MAX_VIRTUAL_DEVICES = 127
 _LAUNCHERS = {
     "PJRT_LOCAL_PROCESS_COUNT": "torch_xla.launch or xmp.spawn",
     "LOCAL_WORLD_SIZE": "torchrun",
@@ -51,7 +52,15 @@ def check_environment(num_devices: int | None) -> str:
                 got=f"{num_devices} devices",
                 fix=f"unset CPU_NUM_DEVICES, or ask for {virtual}.",
             )
-        os.environ["CPU_NUM_DEVICES"] = str(num_devices or virtual or 1)
+        count = num_devices or virtual or 1
+        if count > _MAX_VIRTUAL_DEVICES:
+            raise EngineUnavailableError(
+                f"there can be at most {_MAX_VIRTUAL_DEVICES} virtual CPU devices: torch counts devices in 8 bits, and "
+                "could compute no gradient on more.",
+                got=f"{count} devices",
+                fix="use fewer.",
+            )
+        os.environ["CPU_NUM_DEVICES"] = str(count)
     return platform
 
 

@@ -39,7 +39,7 @@ def tracing():
     """While a layer body is traced."""
     token = _tracing.set(True)
     try:
-        with PartitionedOps():
+        with PartitionedOps(), _FullDeviceName():
             yield
     finally:
         _tracing.reset(token)
@@ -71,6 +71,16 @@ def check_layer(body: Callable[..., Tensor], make_arguments: Callable[[], Sequen
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise _depends_on_values(f"{error.func}, which needs them") from error
     own.check_that_none_is_kept()
+
+
+class _FullDeviceName(TorchFunctionMode):
+    """Makes tensors on `xla:0` where `xla` is asked for: to fake tensors (torch 2.9.0) these are two devices."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") in ("xla", torch.device("xla")):
+            kwargs["device"] = "xla:0"
+        return func(*args, **kwargs)
 
 
 class _OwnTensors(TorchFunctionMode):
