@@ -72,14 +72,15 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
         )
     resume_from = _resume_from(config)
     mesh = config.parse_mesh()
+    if mesh.is_bound:
+        _check_batch(config, mesh)  # before anything starts
     engine = _start(config, mesh)
     inventory = engine.inventory()
     first_process = inventory.process_index == 0
     if not first_process:
         console = Console(quiet=True)
     mesh = bind(mesh, engine)
-    batch_sharding = NamedSharding(mesh, P(*batch_axes(mesh)))
-    _check_batch(config, batch_sharding)
+    batch_sharding = _check_batch(config, mesh)
     model, plan = build_model(shape, mesh)
 
     cache = config.cache.expanduser()
@@ -204,8 +205,11 @@ def _start(config: TrainConfig, mesh: Mesh) -> Engine:
     return start(num_devices=num_devices)
 
 
-def _check_batch(config: TrainConfig, sharding: NamedSharding) -> None:
+def _check_batch(config: TrainConfig, mesh: Mesh) -> NamedSharding:
+    """How the batch lies on the mesh, once every sequence and token has its place."""
+    sharding = NamedSharding(mesh, P(*batch_axes(mesh)))
     sharding.validate((config.global_batch_size, config.seq_len), "the batch [global_batch_size, seq_len]")
+    return sharding
 
 
 def _check_same_settings(path: Path, config: TrainConfig) -> None:

@@ -43,7 +43,7 @@ class Schedule:
         """
         assert 1 <= step <= self.decay_steps, f"step {step} of a schedule of {self.decay_steps}"
         if step <= self.warmup_steps:
-            return self.peak * step / self.warmup_steps
+            return self.peak * (step / self.warmup_steps)
         progress = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
         cosine = 0.5 * (1 + math.cos(math.pi * progress))
         return self.peak * (self.final_fraction + (1 - self.final_fraction) * cosine)

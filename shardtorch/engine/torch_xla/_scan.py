@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._functorch._aot_autograd.utils import make_boxed_func
 
 from shardtorch.engine._contract import LayerBody, check_layer_output, check_scan
-from shardtorch.engine.torch_xla._trace import check_layer, tracing
+from shardtorch.engine.torch_xla._trace import check_layer, flush_autograd, tracing
 from shardtorch.errors import ShardtorchError
 
 _XLAC = torch_xla._XLAC  # pyright: ignore[reportPrivateImportUsage]
@@ -292,13 +292,6 @@ def _clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _flush_autograd() -> None:
-    """Waits until autograd's thread has let go of a graph, which it does when it takes up the next one."""
-    with torch.enable_grad():
-        x = torch.zeros((), device="xla", requires_grad=True)
-        torch.autograd.grad(x * 1, x)
-
-
 _plans: WeakKeyDictionary[LayerBody, dict[object, _Plan]] = WeakKeyDictionary()
 
 
@@ -319,7 +312,7 @@ def scan(
             _clear_frames(error)
             raise
         finally:
-            _flush_autograd()
+            flush_autograd()
     plan = plans[key]
     if not differentiable:
         return plan.forward(x, list(weights.values()), constants)[0]

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import lru_cache
 
 import torch
 import torch_xla
@@ -53,7 +54,35 @@ def sync(*, wait: bool) -> None:
     """
     if is_tracing():
         raise _depends_on_values("what is pending was to run inside the layer")
+    flush_autograd()
     torch_xla.sync(wait=wait)
+
+
+def flush_autograd() -> None:
+    """Waits until autograd's thread has let go of the last graph, which it may hold for a moment after a backward pass.
+
+    Values that it holds would be computed by the next sync: now and then a graph would have outputs more, and be
+    compiled again, or a layer's values without data would end the process. The thread takes up a pass only when it is
+    through with the one before, so this runs one, of data that is there: a pending value would be held in turn.
+    """
+    x, gradient = _flushing_data()
+    with torch.enable_grad():
+        torch.autograd.grad(_Identity.apply(x), x, gradient)
+
+
+@lru_cache(maxsize=1)
+def _flushing_data() -> tuple[Tensor, Tensor]:
+    return torch.zeros(1).to("xla").requires_grad_(), torch.zeros(1).to("xla")
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0]
 
 
 def check_layer(body: Callable[..., Tensor], make_arguments: Callable[[], Sequence[Tensor]]) -> None:
