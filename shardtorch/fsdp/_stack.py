@@ -107,9 +107,9 @@ class StackedLayers(nn.Module):
 
     def _body(self, static: tuple, structure: TreeSpec) -> Callable[..., Tensor]:
         """One layer as a function; the same object for the same static arguments, so that it is traced once."""
-        key = (static, structure, self.training)
+        layer, uses = self.get_submodule(LAYER), self._uses
+        key = (static, structure, _settings(layer))
         if key not in self._bodies:
-            layer, uses = self.get_submodule(LAYER), self._uses
             buffers = [name for name, _ in layer.named_buffers()]
 
             def body(x: Tensor, weights: dict[str, Tensor], *constants: Tensor) -> Tensor:
@@ -132,6 +132,17 @@ class StackedLayers(nn.Module):
 
             self._bodies[key] = body
         return self._bodies[key]
+
+
+def _settings(layer: nn.Module) -> tuple:
+    """What a layer's code may depend on and can be changed after it was traced: simple attributes and hooks."""
+    simple = (bool, int, float, str, torch.dtype)
+    return tuple(
+        (key, type(value), value) if isinstance(value, simple) else (key, *value)
+        for module in layer.modules()
+        for key, value in vars(module).items()
+        if isinstance(value, simple) or (key in _HOOKS and value)
+    )
 
 
 class _Loop:

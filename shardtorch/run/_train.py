@@ -42,8 +42,8 @@ from shardtorch.train import (
 )
 
 _MAY_DIFFER = {"out", "devices", "mesh", "dcn", "engine", "cache", "data", "text_field", "steps", "resume",
-               "eval_every_steps", "save_every_steps", "keep_checkpoints", "sample_tokens", "eval_tokens", "loss_chunks",
-               "remat"}  # fmt: skip
+               "eval_every_steps", "eval_tokens", "save_every_steps", "keep_checkpoints", "sample_tokens",
+               "loss_chunks", "remat"}  # fmt: skip
 """Settings that a resumed run may change: they don't change what is learned, up to rounding. Text is
 compared by its content, wherever it lies."""
 _MAX_PARAMETERS_TO_SAMPLE = 1_000_000_000

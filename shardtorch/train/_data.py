@@ -68,7 +68,7 @@ class Corpus:
             return self
         tokenizer = load_tokenizer(self.tokenizer_path)
         # A token of a byte-level vocabulary is written with one character per byte; the separator stands for no text.
-        lengths = np.array([len(tokenizer.id_to_token(i)) for i in range(self.vocab_size)])
+        lengths = np.array([len(tokenizer.id_to_token(i) or "") for i in range(self.vocab_size)])
         lengths[SEPARATOR_ID] = 0
         heldout = self.heldout[:max_tokens]
         return replace(self, heldout=heldout, num_heldout_bytes=int(lengths[heldout].sum()))

@@ -18,6 +18,7 @@ import torch_xla.core.xla_builder as xb
 from functorch.compile import aot_function, min_cut_rematerialization_partition
 from torch import Tensor
 from torch._functorch._aot_autograd.utils import make_boxed_func
+from torch.autograd.function import once_differentiable
 
 from shardtorch.engine._contract import LayerBody, check_layer_output, check_scan
 from shardtorch.engine.torch_xla._trace import check_layer, flush_autograd, tracing
@@ -75,11 +76,7 @@ def _lower(name: str, fn: Callable[..., Sequence[Tensor]], avals: Sequence[_Aval
             argument_of[parameter] = i
             others.pop(parameter, None)
     if 'opcode: "rng' in context.hlo_text():
-        raise ShardtorchError(
-            "a scanned layer must not draw random numbers: every layer would draw the same ones.",
-            got="a random operation, such as dropout, inside the layer",
-            fix="remove it, set its probability to 0, or do not stack the layers (stack=None).",
-        )
+        raise _draws("a random operation, such as dropout, inside the layer")
     for n, parameter in enumerate(sorted(others)):
         argument_of[parameter] = len(arguments) + n
     return _Lowered(
@@ -87,6 +84,14 @@ def _lower(name: str, fn: Callable[..., Sequence[Tensor]], avals: Sequence[_Aval
         tuple(argument_of[parameter] for parameter in range(len(argument_of))),
         tuple(others[parameter].detach() for parameter in sorted(others)),
         tuple(_Aval(tuple(out.shape), out.dtype) for out in outputs),
+    )
+
+
+def _draws(got: str) -> ShardtorchError:
+    return ShardtorchError(
+        "a scanned layer must not draw random numbers: every layer would draw the same ones.",
+        got=got,
+        fix="remove it, set its probability to 0, or do not stack the layers (stack=None).",
     )
 
 
@@ -271,6 +276,7 @@ class _Scan(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable  # the backward loop is no graph that autograd could go through
     def backward(ctx, *grads: Tensor):
         plan, split = ctx.plan, ctx.num_saved + ctx.plan.num_weights
         saved = ctx.saved_tensors
@@ -306,8 +312,12 @@ def scan(
     key = (mode, aval.shape, aval.dtype, tuple(weights), tuple(avals), tuple(constant_avals))
     plans = _plans.setdefault(body, {})
     if key not in plans:
+        host_state = torch.get_rng_state()
         try:
             plans[key] = _Plan(body, list(weights), _Aval(aval.shape, aval.dtype), avals, constant_avals, mode)
+            if not torch.equal(torch.get_rng_state(), host_state):
+                del plans[key]
+                raise _draws("random numbers drawn on the host, inside the layer")
         except BaseException as error:
             _clear_frames(error)
             raise

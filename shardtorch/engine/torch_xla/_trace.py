@@ -67,7 +67,9 @@ def flush_autograd() -> None:
     """
     x, gradient = _flushing_data()
     with torch.enable_grad():
-        torch.autograd.grad(_Identity.apply(x), x, gradient)
+        y = _Identity.apply(x)
+        assert isinstance(y, Tensor)
+        torch.autograd.grad(y, x, gradient)
 
 
 @lru_cache(maxsize=1)
