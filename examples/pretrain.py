@@ -1,4 +1,4 @@
-"""Pretrain a Llama over a mesh of 8 devices, written against the library: python examples/pretrain.py [STEPS [FOLDER]]"""
+"""Pretrain a Llama over a mesh of 8 devices, in the library's terms: python examples/pretrain.py [STEPS [FOLDER]]"""
 
 import sys
 from pathlib import Path
@@ -30,14 +30,15 @@ replicated = st.NamedSharding(mesh, st.P())
 
 
 def put(batch):
-    return {name: engine.put(torch.from_numpy(x), batch_sharding, x.shape) for name, x in batch.items()}
+    tokens, targets = (torch.from_numpy(batch[name]) for name in ("tokens", "targets"))
+    return engine.put(tokens, batch_sharding, tokens.shape), engine.put(targets, batch_sharding, targets.shape)
 
 
 train_step = engine.compile(train.make_step(model, state.optimizer, clip_norm=1.0, loss_chunks=1))
 schedule = train.Schedule(peak=3e-3, warmup_steps=20, decay_steps=max(steps, 21))
 while state.step < steps:
     lr = engine.put(torch.tensor(schedule(state.step + 1)), replicated, ())
-    metrics = train_step(**put(loader[state.step]), lr=lr)
+    metrics = train_step(*put(loader[state.step]), lr)
     state.step += 1
     if state.step % 10 == 0 or state.step == steps:
         loss, grad_norm = metrics.cpu().tolist()
@@ -47,6 +48,6 @@ if len(sys.argv) > 2:
     state.save(Path(sys.argv[2]), extra={})  # state.restore(train.latest_checkpoint(...)) goes on from there
 
 eval_step = engine.compile(train.make_eval_step(model, loss_chunks=1))
-nll = sum(eval_step(**put(batch)).cpu().item() for batch in train.heldout_batches(corpus, BATCH, SEQ))
+nll = sum(eval_step(*put(batch)).cpu().item() for batch in train.heldout_batches(corpus, BATCH, SEQ))
 bits = train.bits_per_byte(nll, corpus.num_heldout_bytes)
 print(f"held-out text: {bits:.3f} bits per byte (zlib -9 needs {train.zlib_bits_per_byte(corpus.heldout_text()):.3f})")

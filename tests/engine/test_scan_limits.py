@@ -65,3 +65,9 @@ def test_settings_that_change_later_are_noticed(engine: Engine):
     assert torch.equal(run(x).detach().cpu(), x.cpu())
     model.layers.get_submodule("*").factor = 1.0
     torch.testing.assert_close(run(x).detach().cpu(), first)
+
+
+def test_inference_mode_is_refused(xla: Engine):
+    model, x = stacked(xla)
+    with torch.inference_mode(), pytest.raises(ShardtorchError, match=r"use torch.no_grad\(\)"):
+        model(x)

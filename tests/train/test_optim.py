@@ -1,6 +1,7 @@
 """The learning rate's laws, and which parameters decay."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -32,8 +33,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
 def test_climbs_to_the_peak_and_falls_to_its_fraction(schedule: Schedule):
     rates = [schedule(step) for step in range(1, schedule.decay_steps + 1)]
     peak_at = max(schedule.warmup_steps, 1) - 1
-    assert all(a < b for a, b in zip(rates[:peak_at], rates[1 : peak_at + 1], strict=True))
-    assert all(a >= b for a, b in zip(rates[peak_at:], rates[peak_at + 1 :], strict=False))
+    assert all(a < b for a, b in pairwise(rates[: peak_at + 1]))
+    assert all(a >= b for a, b in pairwise(rates[peak_at:]))
     assert max(rates) <= schedule.peak * (1 + 1e-12)
     if schedule.warmup_steps:
         assert rates[schedule.warmup_steps - 1] == schedule.peak

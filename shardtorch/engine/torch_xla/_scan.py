@@ -277,7 +277,7 @@ class _Scan(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable  # the backward loop is no graph that autograd could go through
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx, *grads: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
         plan, split = ctx.plan, ctx.num_saved + ctx.plan.num_weights
         saved = ctx.saved_tensors
         grad_x, *rest = plan.backward(grads[0], saved[:split], saved[split:])
@@ -306,6 +306,12 @@ def scan(
 ) -> Tensor:
     """See `Engine.scan`. Lowered once per body, shapes and mode; `body` is the key, so keep it."""
     check_scan(weights, constants)
+    if torch.is_inference_mode_enabled():
+        raise ShardtorchError(
+            "stacked layers are traced as autograd sees them, and it does not see inference tensors.",
+            got="torch.inference_mode()",
+            fix="use torch.no_grad() in its place.",
+        )
     aval, avals, constant_avals = _Aval.of(x), [_Aval.of(w) for w in weights.values()], [_Aval.of(c) for c in constants]
     differentiable = torch.is_grad_enabled() and any(aval.requires_grad for aval in [aval, *avals])
     mode = ("remat" if remat else "save") if differentiable else "inference"
