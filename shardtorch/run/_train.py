@@ -72,8 +72,9 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
         )
     resume_from = _resume_from(config)
     mesh = config.parse_mesh()
-    if mesh.is_bound:
-        _check_batch(config, mesh)  # before anything starts
+    if mesh.is_bound:  # says what doesn't fit before anything starts
+        _check_batch(config, mesh)
+        build_model(shape, mesh)
     engine = _start(config, mesh)
     inventory = engine.inventory()
     first_process = inventory.process_index == 0

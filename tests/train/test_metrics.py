@@ -111,6 +111,27 @@ def test_zeros_at_the_end_after_a_power_cut_are_a_torn_line(tmp_path: Path):
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
+def test_a_step_is_scored_once(tmp_path: Path):
+    with MetricsLog(tmp_path) as log:
+        log.eval(0, loss=3.0, bits_per_byte=2.0)
+        log.eval(4, loss=2.0, bits_per_byte=1.0)
+    with MetricsLog(tmp_path, resume_step=4) as log:
+        log.eval(4, loss=2.5, bits_per_byte=1.5)  # of the state that the run before has scored
+        log.eval(6, loss=1.0, bits_per_byte=0.5)
+    lines = read_lines(tmp_path / "eval.jsonl")
+    assert [(line["step"], line["eval_loss"]) for line in lines] == [(0, 3.0), (4, 2.0), (6, 1.0)]
+    assert [event[:2] for event in read_scalars(tmp_path)["eval/eval_loss"]] == [(0, 3.0), (4, 2.0), (6, 1.0)]
+
+
+def test_only_one_process_writes(tmp_path: Path):
+    write_steps(tmp_path, range(1, 4))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with MetricsLog(tmp_path, resume_step=1, writes=False) as log:
+        log.step(metrics_at(2))
+        log.eval(2, loss=1.0, bits_per_byte=0.5)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
 def test_resuming_without_a_file_starts_one(tmp_path: Path):
     write_steps(tmp_path, range(6, 8), resume_step=5)
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [6, 7]
