@@ -5,6 +5,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -68,6 +69,9 @@ class Constant(Initializer):
         return x.fill_(self.value)
 
 
+_KEPT_BLOCKS = 4096  # of a parameter, up to 16 MiB: the boxes of several devices touch the same blocks
+
+
 def read_initial(initializer: Initializer, seed: int, name: str, shape: torch.Size) -> ReadShard:
     """Draws boxes of a parameter, block by block, each block from a generator of its own.
 
@@ -83,6 +87,7 @@ def read_initial(initializer: Initializer, seed: int, name: str, shape: torch.Si
     row_shape = tuple(shape[1:] if len(shape) > 1 else shape)
     row_size = math.prod(row_shape)
 
+    @lru_cache(maxsize=_KEPT_BLOCKS)
     def draw(row: int, block: int) -> Tensor:
         key = hashlib.blake2b(f"{seed}/{name}/{row}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(key, "little") >> 1)
@@ -94,10 +99,9 @@ def read_initial(initializer: Initializer, seed: int, name: str, shape: torch.Si
         places = _places(columns, row_shape)
         blocks, order = torch.unique(places // BLOCK, return_inverse=True)
         places = order * BLOCK + places % BLOCK  # within the blocks that are drawn, of which only the last can be short
-        drawn = [
-            torch.cat([draw(row, block) for block in blocks.tolist()])[places] for row in range(rows.start, rows.stop)
-        ]
-        return torch.stack(drawn) if len(shape) > 1 else drawn[0]
+        wanted = blocks.tolist()
+        drawn = torch.stack([torch.cat([draw(row, b) for b in wanted]) for row in range(rows.start, rows.stop)])
+        return drawn[:, places] if len(shape) > 1 else drawn[0, places]
 
     return read
 
