@@ -93,6 +93,7 @@ class TrainConfig:
             _require(0 <= value < math.inf, f"{name} must be finite and not negative.", f"{name}={value}")
         for name in ("beta1", "beta2"):
             _require(0 <= getattr(self, name) < 1, f"{name} must be in [0, 1).", f"{name}={getattr(self, name)}")
+        _require(bool(self.data), "data must name a text.", "data=''")
         _require(0 <= self.seed < 2**32, "seed must be an unsigned 32-bit number.", f"seed={self.seed}")
         if self.steps > self.decay_steps:
             raise ConfigError(
@@ -140,6 +141,11 @@ class GenerateConfig:
         for name, least in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0), ("seed", 0)):
             value = getattr(self, name)
             _require(least <= value < math.inf, f"{name} must be finite and at least {least}.", f"{name}={value}")
+        _require(self.seed < 2**63, "seed must be a 63-bit number.", f"seed={self.seed}")
+        try:
+            self.prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError("the prompt must be text in UTF-8.", got=f"{self.prompt!r}", fix="correct it.") from error
 
 
 @dataclass(frozen=True)

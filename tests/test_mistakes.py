@@ -26,6 +26,8 @@ MISTAKES = {
     "train llama-tiny --resume --out {tmp}/none": "a checkpoint to resume from",
     "train llama-tiny --engine reference --data {tmp}/none.txt": "none.txt",
     "generate {tmp}/none": "a checkpoint to generate from",
+    "train llama-tiny --data=": "data must name a text",
+    "generate {tmp}/none --seed 99999999999999999999999": "63-bit",
     "generate {tmp}/none --temperature -1": "temperature must be",
     "inspect llama3-8b --mesh tensor=48": "not divisible by mesh axis 'tensor' of size 48",
     "inspect llama3-8b --mesh fsdp=-1": "sizes of all mesh axes",
@@ -52,3 +54,15 @@ def test_what_the_parser_refuses(words: str, capsys: pytest.CaptureFixture[str])
         main(words.split())
     assert stopped.value.code == 2
     assert "Traceback" not in "".join(capsys.readouterr())
+
+
+def test_a_folder_is_one_runs(tmp_path, capsys: pytest.CaptureFixture[str]):
+    import fcntl
+
+    out = tmp_path / "run"
+    out.mkdir()
+    with open(out / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert main(["train", "llama-tiny", "--engine", "reference", "--out", str(out)]) == 2
+    assert "one run at a time" in capsys.readouterr().err
+    assert sorted(path.name for path in out.iterdir()) == [".lock"]

@@ -66,6 +66,10 @@ class Mesh:
         if list(given.values()).count(_INFERRED) > 1:
             raise ShardingError("at most one mesh axis is -1.", got=_text(given, {}), fix="give the other sizes.")
 
+        if not isinstance(dcn, Mapping | None):
+            raise ShardingError(
+                "DCN factors are a mapping by axis name.", got=f"dcn={dcn!r}", fix="write it like dcn={'data': 2}."
+            )
         factors = dict.fromkeys(given, 1)
         for name, factor in (dcn or {}).items():
             if name not in given:

@@ -48,6 +48,12 @@ class ShardingPlan:
     def __post_init__(self) -> None:
         for kind in ("parameters", "inputs", "outputs"):
             specs = {}
+            if not isinstance(getattr(self, kind), Mapping):
+                raise ShardingError(
+                    f"the {kind} of a plan are a mapping of specs by pattern.",
+                    got=repr(getattr(self, kind)),
+                    fix="write it like {'layers.*.up.weight': ('tensor', None)}.",
+                )
             for pattern, spec in getattr(self, kind).items():
                 _segments(pattern)  # raises if malformed
                 try:

@@ -56,6 +56,12 @@ class NamedSharding:
     """Anything that `PartitionSpec.of` takes; kept as a `PartitionSpec`."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise ShardingError(
+                "a sharding is on a Mesh.",
+                got=f"a {type(self.mesh).__name__}",
+                fix="write NamedSharding(mesh, P('fsdp')).",
+            )
         object.__setattr__(self, "spec", PartitionSpec.of(self.spec))
         self.mesh.check_axes(self.spec.axes)
 

@@ -93,7 +93,7 @@ def _locate(run: Path) -> tuple[Path, Path]:
 
 
 def _draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    if temperature == 0:
+    if temperature < 1e-6:  # 0, or so close that the division overflows
         return int(logits.argmax())
     if top_k:
         least = logits.topk(min(top_k, len(logits))).values[-1]

@@ -1,11 +1,13 @@
 """`train`: from settings to a trained model."""
 
 import dataclasses
+import fcntl
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
         "out": str(config.out),
     }
     with (
+        _only_run(config.out) if first_process else nullcontext(),
         MetricsLog(config.out, _step_of(resume_from), writes=first_process) as log,
         Display(console, config.steps, _step_of(resume_from) or 0, header) as display,
     ):
@@ -157,6 +160,29 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
     return summary
 
 
+@contextmanager
+def _only_run(out: Path) -> Iterator[None]:
+    """Keeps other runs out of a run's folder: two would remove each other's checkpoints. It ends with the process.
+
+    Raises:
+      ConfigError: Another run has it.
+    """
+    with _writable(out):
+        out.mkdir(parents=True, exist_ok=True)
+        path = out / ".lock"
+        path.touch()
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{out}: one run at a time writes a run's folder.",
+                got="another run that is going on there",
+                fix="wait for it, or choose another --out.",
+            ) from None
+        yield
+
+
 def _resume_from(config: TrainConfig) -> Path | None:
     """The checkpoint to go on from; None for a fresh run.
 
@@ -172,7 +198,7 @@ def _resume_from(config: TrainConfig) -> Path | None:
         raise CheckpointError(
             f"{config.out}: there must be a checkpoint to resume from.",
             got=f"none in {config.out / 'checkpoints'}" + (": the run ended before its first one" if begun else ""),
-            fix="start a new run, with another --out."
+            fix="delete the folder, or start a new run with another --out."
             if begun
             else "start the run without --resume, or name its folder with --out.",
         )
@@ -303,4 +329,4 @@ def _report(
     if summary.interrupted:
         console.print(f"stopped after step {summary.step}; go on with the same command and --resume")
     else:
-        console.print(f"to read more of it: shardtorch generate {config.out}", soft_wrap=True)
+        console.print(f"to read more of it: shardtorch generate {shlex.quote(str(config.out))}", soft_wrap=True)

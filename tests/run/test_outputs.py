@@ -55,6 +55,7 @@ def test_summary(runs: Runs, trained: Callable[[str], Path]):
 def test_folder(trained: Callable[[str], Path]):
     out = trained(MESH)
     assert sorted(path.name for path in out.iterdir()) == [
+        ".lock",
         "checkpoints",
         "eval.jsonl",
         "metrics.jsonl",

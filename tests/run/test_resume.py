@@ -177,4 +177,5 @@ def test_a_run_that_ended_before_its_first_checkpoint_says_what_to_do(
     early.mkdir()
     shutil.copy(trained("reference") / "metrics.jsonl", early)
     assert main_here(*runs.words("early", *REFERENCE, "--resume")) == 2
-    assert "the run ended before its first one\n  fix: start a new run, with another --out" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "the run ended before its first one\n  fix: delete the folder, or start a new run with another --out" in err

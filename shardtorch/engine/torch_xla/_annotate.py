@@ -12,9 +12,11 @@ import torch
 import torch_xla
 from torch import Tensor
 
+from shardtorch.errors import ShardingError
 from shardtorch.mesh import NamedSharding, TileAssignment
 
 _XLAC = torch_xla._XLAC  # pyright: ignore[reportPrivateImportUsage]
+_MAX_DIMS = 5
 _REPLICATED, _TILED, _PARTIAL = 0, 3, 5  # torch_xla's ShardingType
 
 
@@ -23,6 +25,13 @@ def op_sharding(tile: TileAssignment):
     """torch_xla's object for a sharding; built once per sharding, since it lists every device."""
     if math.prod(tile.dims[:-1] if tile.replicate_last_dim else tile.dims) == 1:
         return _XLAC.OpSharding([], [], [], _REPLICATED)
+    num_dims = len(tile.dims) - tile.replicate_last_dim
+    if num_dims > _MAX_DIMS:
+        raise ShardingError(
+            f"torch_xla 2.9.0 shards tensors of at most {_MAX_DIMS} dims.",
+            got=f"a tensor of {num_dims} dims, {tile}",
+            fix="reshape it, or replicate it.",
+        )
     devices = tile.devices()
     if not tile.replicate_last_dim:
         return _XLAC.OpSharding(devices.tolist(), [], [], _TILED)
