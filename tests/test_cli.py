@@ -157,7 +157,7 @@ def test_out_is_a_file(train: Callable[..., int], tmp_path: Path, capsys: pytest
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path / "file", tmp_path / "file" / "inside"):
         assert train("--out", out) == 2
-        assert f"ConfigError: {out}: a run must be able to write its metrics.\n  got: " in capsys.readouterr().err
+        assert f"ConfigError: {out}: a run must be able to write its files.\n  got: " in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
 
 

@@ -122,7 +122,7 @@ def test_a_run_at_its_end_says_so_again(runs: Runs, trained: Callable[[str], Pat
     assert main_here(*runs.words("at its end", *REFERENCE, "--steps", "40", "--resume")) == 0
     after = files_of(out)
     changed = {Path(name).relative_to(out).parts[0] for name in after if after[name] != before.get(name)}
-    assert changed <= {"summary.json", "tokenizer.json", "tensorboard"}
+    assert changed <= {"summary.json", "tokenizer.json", "tensorboard", ".lock"}
     first, again = (json.loads((run / "summary.json").read_text()) for run in (trained("reference"), out))
     assert (again["step"], again["eval"], again["interrupted"]) == (40, first["eval"], False)
     assert again["train_step_compiles"] == 0
