@@ -297,7 +297,7 @@ def _writable(out: Path) -> Iterator[None]:
         raise ConfigError(
             f"{out}: a run must be able to write its files.",
             got=str(error),
-            fix="make room or make the folder writable, and continue with --resume.",
+            fix="make room or make the folder writable and continue with --resume, or choose another --out.",
         ) from error
 
 
