@@ -68,7 +68,7 @@ def run_shardtorch(args) -> Contender:
     import torch
 
     import shardtorch as st
-    from shardtorch.run._model import batch_axes, build_model
+    from shardtorch.run._model import batch_spec, build_model
     from shardtorch.train import adamw, make_step
 
     engine = st.start(num_devices=NUM_DEVICES)
@@ -79,7 +79,7 @@ def run_shardtorch(args) -> Contender:
     st.fully_shard(model, mesh, plan=plan, init=model.initializers(), stack="layers", remat=args.remat)
     optimizer = adamw(model)
     step = engine.compile(make_step(model, optimizer, clip_norm=1.0, loss_chunks=1))
-    batch = st.NamedSharding(mesh, st.P(*batch_axes(mesh)))
+    batch = st.NamedSharding(mesh, batch_spec(mesh))
     everywhere = st.NamedSharding(mesh, st.P())
 
     def one():

@@ -1,14 +1,19 @@
 """What a command can be told. Settings are data: frozen, checked when made, written beside the run as JSON."""
 
+import dataclasses
+import difflib
+import json
 import math
+import types
+import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from shardtorch.errors import ConfigError
-from shardtorch.mesh import Mesh
+from shardtorch.mesh import Mesh, SliceTopology
 
 
 @dataclass(frozen=True)
@@ -16,7 +21,7 @@ class TrainConfig:
     """Pretrain a model on text."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """Preset: llama-tiny, llama3-8b, llama3-70b or llama3-405b."""
+    """Preset: llama-tiny, llama2-7b, -13b or -70b, llama3-8b, -70b or -405b."""
     out: Path = Path("runs/default")
     """Folder of the run: metrics, checkpoints, summary."""
     devices: int | None = None
@@ -56,11 +61,18 @@ class TrainConfig:
     """Sequences in a batch, over all devices."""
     seq_len: int = 256
     """Tokens in a sequence."""
+    microbatches: int = 1
+    """Parts in which the gradient of a batch is computed, one after the other, to save memory; a divisor of
+    `global_batch_size`."""
     loss_chunks: int | None = None
     """Pieces in which the loss over the vocabulary is computed, a divisor of `seq_len`. None: as few as keep a
     sequence's logits at 512 MiB."""
-    remat: bool = False
-    """Keep only each layer's input and compute the layer again in the backward pass."""
+    remat: Literal["full", "none"] = "none"
+    """`full` keeps only each layer's input and computes the layer again in the backward pass; `none` keeps what the
+    backward pass needs."""
+    attention: Literal["auto", "flash", "torch"] = "auto"
+    """`flash` is a kernel that never holds the scores, `torch` torch's own op; `auto` takes the kernel on TPUs where it
+    fits."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """What parameters are cast to where they are used; they are stored in float32."""
     eval_every_steps: int = 100
@@ -80,8 +92,8 @@ class TrainConfig:
     """Go on from the newest checkpoint in `out`, on this or another mesh."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "decay_steps", "global_batch_size", "seq_len", "eval_every_steps", "eval_tokens",
-                     "save_every_steps", "keep_checkpoints"):  # fmt: skip
+        for name in ("steps", "decay_steps", "global_batch_size", "seq_len", "microbatches", "eval_every_steps",
+                     "eval_tokens", "save_every_steps", "keep_checkpoints"):  # fmt: skip
             _require(getattr(self, name) >= 1, f"{name} must be at least 1.", f"{name}={getattr(self, name)}")
         if self.devices is not None:
             _require(self.devices >= 1, "devices must be at least 1.", f"devices={self.devices}")
@@ -112,6 +124,12 @@ class TrainConfig:
                 "loss_chunks must divide seq_len.",
                 got=f"loss_chunks={self.loss_chunks}, seq_len={self.seq_len}",
                 fix="use a power of two.",
+            )
+        if self.global_batch_size % self.microbatches:
+            raise ConfigError(
+                "microbatches must divide global_batch_size.",
+                got=f"microbatches={self.microbatches}, global_batch_size={self.global_batch_size}",
+                fix="use a power of two for both.",
             )
         self.parse_mesh()
 
@@ -153,7 +171,7 @@ class InspectConfig:
     """Show how a model lies on a mesh: each parameter's spec, shard and bytes. Needs no devices and no memory."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """Preset: llama-tiny, llama3-8b, llama3-70b or llama3-405b."""
+    """Preset: llama-tiny, llama2-7b, -13b or -70b, llama3-8b, -70b or -405b."""
     mesh: str = "fsdp=8"
     """Axes and sizes of the mesh, such as `data=2,fsdp=16,tensor=4`."""
     json: bool = False
@@ -161,8 +179,149 @@ class InspectConfig:
 
 
 @dataclass(frozen=True)
+class PlanConfig:
+    """Compile the training step for a TPU slice that need not be here; say whether it fits and how fast it will be."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Preset, such as llama3-8b."""
+    topology: str
+    """The slice, such as `v5p:4x4x4`, `v6e:16x16` or `2 x v6e:16x16`: v4, v5e, v5p, v6e or tpu7x."""
+    mesh: str = ""
+    """Axes and sizes of the mesh, busiest axis last, such as `fsdp=16,tensor=4`; -1 is inferred. Empty: as much `fsdp`
+    in a slice as the model's width can be divided by, and `data` for the rest."""
+    dcn: str = ""
+    """How much of each axis crosses slices, such as `data=2`; empty: the first axis crosses all slices."""
+    global_batch_size: Annotated[int | None, tyro.conf.arg(aliases=["--global-batch"])] = None
+    """Sequences in a batch, over all chips. None: one for each device that the batch is sharded over."""
+    seq_len: Annotated[int, tyro.conf.arg(aliases=["--seq"])] = 8192
+    """Tokens in a sequence."""
+    microbatches: int = 1
+    """Parts in which the gradient of a batch is computed, one after the other."""
+    remat: Literal["full", "none"] = "full"
+    """`full` keeps only each layer's input and computes the layer again in the backward pass; `none` keeps what the
+    backward pass needs."""
+    loss_chunks: int | None = None
+    """Pieces in which the loss over the vocabulary is computed, a divisor of `seq_len`. None: as few as keep a device's
+    logits at 512 MiB."""
+    attention: Literal["auto", "flash", "torch"] = "auto"
+    """`flash` is a kernel that never holds the scores, `torch` torch's own op; `auto` takes the kernel where it
+    fits."""
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """What parameters are cast to where they are used; they are stored in float32."""
+    flags: tuple[str, ...] = ()
+    """Further options of the compiler, each as `name=value`."""
+    cache: Path = Path("~/.cache/shardtorch/plans")
+    """Folder that keeps what was compiled."""
+    json: Path | None = None
+    """Write the report here as JSON."""
+    html: Path | None = None
+    """Write the report here as a page for the browser."""
+    timeline: Path | None = None
+    """Write the predicted step here as a trace for ui.perfetto.dev."""
+    search: bool = False
+    """Try meshes, remat and microbatches, and rank them. `mesh`, `remat` and `microbatches` are then ignored."""
+    budget_minutes: float = 20.0
+    """How long a search may take."""
+    price_per_chip_hour: float | None = None
+    """For tokens per dollar, in dollars."""
+    out: Path | None = None
+    """With `search`: write the best plan here, as settings for `shardtorch train --config`."""
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "microbatches"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1.", f"{name}={getattr(self, name)}")
+        for name in ("global_batch_size", "price_per_chip_hour"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"{name} must be positive.", f"{name}={value}")
+        _require(0 < self.budget_minutes < math.inf, "budget_minutes must be positive.", f"{self.budget_minutes}")
+        for flag in self.flags:
+            name, found, value = flag.partition("=")
+            _require(bool(name and found and value), "a flag is name=value.", f"{flag!r}")
+        _require(self.out is None or self.search, "out is for what a search finds.", f"out={self.out}, no search")
+        self.parse_topology()
+        if self.mesh:
+            Mesh.parse(self.mesh, dcn=self.dcn)
+
+    def parse_topology(self) -> SliceTopology:
+        """The slices that `topology` names."""
+        return SliceTopology.parse(self.topology)
+
+    def parse_mesh(self, embed_dim: int) -> Mesh:
+        """The mesh that `mesh` and `dcn` say, over all devices of the slices.
+
+        Args:
+          embed_dim: Width of the model, which `fsdp` divides where no mesh is given.
+
+        Raises:
+          TopologyError: It does not fit the slices.
+        """
+        topology = self.parse_topology()
+        per_slice = topology.num_devices // topology.num_slices
+        fsdp = math.gcd(embed_dim, per_slice)
+        data = topology.num_devices // fsdp
+        text = self.mesh or (f"data={data},fsdp={fsdp}" if data > 1 else f"fsdp={fsdp}")
+        mesh = Mesh.parse(text, dcn=self.dcn)
+        if topology.num_slices > 1 and not self.dcn and mesh.axis_names:
+            mesh = Mesh.parse(text, dcn=f"{mesh.axis_names[0]}={topology.num_slices}")
+        if not mesh.is_bound:
+            mesh = mesh.bind(topology.num_devices)
+        topology.check(mesh)
+        return mesh
+
+
+@dataclass(frozen=True)
 class DoctorConfig:
     """Show what is installed here, what devices there are, and how to get what is missing."""
+
+
+def read_train_settings(path: Path) -> dict[str, Any]:
+    """Fields of a `TrainConfig` from a file: a JSON object of any of them, as `shardtorch plan --search --out` writes.
+
+    Returns:
+      Values of the fields' types, by name. Whether they go together, `TrainConfig` checks.
+
+    Raises:
+      ConfigError: The file can't be read, is no JSON object, has a key that is no setting, or a value of another type.
+    """
+    try:
+        settings = json.loads(path.read_text())
+        if not isinstance(settings, dict):
+            raise TypeError(f"a JSON {type(settings).__name__}")
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: settings are read from a JSON object.",
+            got=f"{error}",
+            fix='name a file that holds settings, such as {"model": "llama-tiny", "mesh": "fsdp=8"}.',
+        ) from error
+    hints = typing.get_type_hints(TrainConfig)
+    kinds = {field.name: hints[field.name] for field in dataclasses.fields(TrainConfig)}
+    for name, value in settings.items():
+        if name not in kinds:
+            close = difflib.get_close_matches(name, kinds, n=1)
+            raise ConfigError(
+                f"{path}: every key must be a setting of shardtorch train.",
+                got=repr(name),
+                fix=f"did you mean {close[0]!r}?" if close else "take it out; shardtorch train --help lists them.",
+            )
+        settings[name] = _value_of(kinds[name], value, f"{path}: {name}")
+    return settings
+
+
+def _value_of(kind: Any, value: Any, name: str) -> Any:
+    """A value that JSON holds, as one of a field's type."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        fits, words = value in arguments, " or ".join(map(json.dumps, arguments))
+    elif origin is types.UnionType:
+        (kind,) = (each for each in arguments if each is not type(None))
+        return None if value is None else _value_of(kind, value, name)
+    else:
+        accepted = {Path: str, float: (int, float)}.get(kind, kind)
+        fits = isinstance(value, accepted) and isinstance(value, bool) == (kind is bool)
+        words = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
+    if not fits:
+        raise ConfigError(f"{name} must be {words}.", got=json.dumps(value), fix="correct the value in the file.")
+    return kind(value) if kind in (Path, float) else value
 
 
 def _require(holds: bool, law: str, got: str) -> None:

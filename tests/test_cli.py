@@ -9,16 +9,24 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from command_line import main_here
 from processes import environment
 
 from shardtorch import run
-from shardtorch.cli import main
-from shardtorch.config import DoctorConfig, GenerateConfig, InspectConfig, TrainConfig
+from shardtorch.cli import TrainCommand, main
+from shardtorch.config import DoctorConfig, GenerateConfig, InspectConfig, PlanConfig, TrainConfig
 
-SETTINGS = {"train": TrainConfig, "generate": GenerateConfig, "inspect": InspectConfig, "doctor": DoctorConfig}
+SETTINGS = {
+    "train": TrainConfig,
+    "generate": GenerateConfig,
+    "plan": PlanConfig,
+    "inspect": InspectConfig,
+    "doctor": DoctorConfig,
+}
 
 
 def letters_of(text: str) -> str:
@@ -68,7 +76,34 @@ def test_help_lists_the_verbs(capsys: pytest.CaptureFixture[str]):
 
 def test_train_does_not_grow_unnoticed():
     """A trainer rots by its options. Before you raise this number, look for one to take out."""
-    assert len(dataclasses.fields(TrainConfig)) == 29
+    assert len(dataclasses.fields(TrainConfig)) == 31
+
+
+def test_train_reads_settings_from_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    asked = []
+
+    def train(config: TrainConfig, _: object) -> Any:
+        asked.append(config)
+        return SimpleNamespace(interrupted=False)
+
+    monkeypatch.setattr(run, "train", train)
+    file = tmp_path / "settings.json"
+    file.write_text(json.dumps({"model": "llama-tiny", "mesh": "fsdp=4", "remat": "full", "resume": True, "lr": 1}))
+    assert main_here("train", "--config", file) == 0
+    assert main_here("train", f"--config={file}", "--mesh", "tensor=2", "--no-resume") == 0
+    assert main_here("train", "llama3-8b", "--config", file, "--remat", "none") == 0
+    told = TrainConfig("llama-tiny", mesh="fsdp=4", remat="full", resume=True, lr=1.0)
+    assert asked == [
+        told,
+        dataclasses.replace(told, mesh="tensor=2", resume=False),
+        dataclasses.replace(told, model="llama3-8b", remat="none"),
+    ]
+    assert all(type(config) is TrainConfig for config in asked)  # what a run saves has no name of a file
+    page = help_of("train", capsys)
+    assert letters_of(docs_of(TrainCommand)["config"]) in page
+    assert "--config" in page
 
 
 def test_inspect_gives_json(capsys: pytest.CaptureFixture[str]):
@@ -159,6 +194,23 @@ def test_out_is_a_file(train: Callable[..., int], tmp_path: Path, capsys: pytest
         assert train("--out", out) == 2
         assert f"ConfigError: {out}: a run must be able to write its files.\n  got: " in capsys.readouterr().err
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_resumed_run_may_change_how_it_computes(train: Callable[..., int], tmp_path: Path):
+    out = tmp_path / "run"
+    assert train("--out", out, "--microbatches", "4") == 0
+    assert train("--out", out, "--microbatches", "2", "--remat", "full", "--steps", "2", "--resume") == 0
+    assert train("--out", tmp_path / "whole", "--steps", "2") == 0
+    in_parts, whole = (
+        [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (out, tmp_path / "whole")
+    )
+    assert in_parts == pytest.approx(whole, rel=1e-5)
+
+
+def test_every_device_has_its_part_of_a_microbatch(capsys: pytest.CaptureFixture[str]):
+    assert main_here("train", "llama-tiny", "--mesh", "fsdp=8", "--microbatches", "2") == 2
+    assert "ShardingError: a microbatch [global_batch_size / microbatches, seq_len]" in capsys.readouterr().err
 
 
 def test_a_full_disk_ends_in_one_message(train: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]):

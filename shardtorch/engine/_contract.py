@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, Protocol, TypeVar
+from typing import Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardtorch.errors import ShardingError, ShardtorchError
-from shardtorch.mesh import NamedSharding
+from shardtorch.mesh import Mesh, NamedSharding, PartitionSpec
 
 Index = tuple[slice, ...]
 """One slice per dim, with concrete start and stop: a box of a global tensor."""
@@ -49,6 +49,63 @@ class Shard:
     """The piece itself, on the CPU."""
     replica: int
     """0 for the one copy that a checkpoint writes, higher for further copies of the same box."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A function in jax that runs on each device, on the pieces that it holds.
+
+    Equal kernels are lowered once, so `fn` must be hashable by value: a frozen dataclass with `__call__`, say.
+    """
+
+    name: str
+    fn: Callable[..., tuple]
+    """Takes the local pieces as jax arrays, and returns a tuple of them."""
+    mesh: Mesh
+    in_specs: tuple[PartitionSpec, ...]
+    """How each argument lies on the mesh."""
+    out_specs: tuple[PartitionSpec, ...]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where in the user's code an operation comes from."""
+
+    module: str = ""
+    """Path in the model, such as `layers.*.mlp.w_up`; empty outside of modules."""
+    source: str = ""
+    """`file:line`; empty if it isn't known."""
+    phase: Literal["forward", "backward", "update", ""] = ""
+    """Which part of the step it belongs to; empty if it isn't known."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A parameter of a lowered step."""
+
+    name: str
+    """Of the state or batch tensor; `constant N` for what the code makes itself."""
+    shape: tuple[int, ...]
+    """Global shape."""
+    dtype: torch.dtype
+    sharding: NamedSharding | None
+    """None for constants: whole on every device."""
+    result: int | None = None
+    """Number of the result that takes its place, if the step updates it: its memory is donated."""
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A step as the compiler gets it, before it is partitioned."""
+
+    hlo: bytes
+    """A serialized `HloModuleProto`."""
+    arguments: tuple[Argument, ...]
+    """By number of the module's parameter."""
+    result_shardings: tuple[NamedSharding | None, ...]
+    """By number of the module's result; None leaves it to the partitioner."""
+    origins: tuple[Origin, ...]
+    """What the number in a scope `~7~`, which is part of an operation's `op_name`, stands for."""
 
 
 def is_stack(shape: Sequence[int], sharding: NamedSharding) -> bool:
@@ -158,6 +215,11 @@ class Engine(Protocol):
         """
         ...
 
+    def in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The same values, none of which is used before all are there: what follows in the graph waits for what came
+        before. No gradient flows through it."""
+        ...
+
     def annotate(self, x: Tensor, sharding: NamedSharding) -> Tensor:
         """Shards leaf data in place, before it is ever replicated if it has not been used yet, and returns `x`;
         for a value of a graph, does what `constrain` does.
@@ -195,6 +257,22 @@ class Engine(Protocol):
         Raises:
           ShardtorchError: The weights have no common number of layers, a constant requires a gradient, or the output
             of `body` is unlike its input.
+        """
+        ...
+
+    def call_kernel(self, kernel: Kernel, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Runs a kernel as one op of the graph. No gradient flows through it.
+
+        Args:
+          kernel: What to run.
+          tensors: Global, one for each of its `in_specs`, float32, bfloat16, int32 or bool.
+
+        Returns:
+          One global tensor for each of its `out_specs`.
+
+        Raises:
+          ShardingError: A tensor has another dtype, is elsewhere, or its spec does not fit.
+          EngineUnavailableError: jax is not installed, or the engine runs no kernels.
         """
         ...
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shardtorch.engine import _contract
-from shardtorch.errors import ShardingError
+from shardtorch.errors import EngineUnavailableError, ShardingError
 from shardtorch.mesh import NamedSharding
 
 
@@ -52,6 +52,9 @@ class ReferenceEngine(_contract.Engine):
         sharding.validate(tuple(x.shape))
         return x
 
+    def in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors)
+
     def annotate(self, x: Tensor, sharding: NamedSharding) -> Tensor:
         return self.constrain(x, sharding)
 
@@ -76,6 +79,13 @@ class ReferenceEngine(_contract.Engine):
             assert isinstance(y, Tensor)
             x = _contract.check_layer_output(x, y)
         return x
+
+    def call_kernel(self, kernel: _contract.Kernel, tensors: Sequence[Tensor]) -> list[Tensor]:
+        raise EngineUnavailableError(
+            "the reference engine runs plain torch, and no kernels.",
+            got=f"the kernel {kernel.name}",
+            fix="use torch's own op here: it is what the kernel is compared with.",
+        )
 
     def compile(
         self, step: Callable[_contract.Arguments, _contract.Result]

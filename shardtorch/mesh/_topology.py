@@ -23,20 +23,79 @@ class _Generation:
     """Dense bfloat16 peak per chip, in 1e12 FLOP/s."""
     devices_per_chip: int
     """Devices that XLA's compile-only client shows per chip. Seen with libtpu 0.0.40."""
+    hbm_gbytes_per_s: int
+    """HBM bandwidth per chip, in 1e9 bytes/s."""
+    ici_gbits_per_s: int
+    """Bandwidth of all inter-chip links of a chip together, one way, in 1e9 bit/s."""
+    dcn_gbits_per_s: float
+    """Bandwidth of the data centre network per chip, one way, in 1e9 bit/s."""
+    clock_ghz: float
+    """Clock of the matrix units: the peak over the multiply-adds that they do in a cycle, 16,384 per 128x128 unit."""
 
 
 # Source of chips per pod, HBM and peak: the tables of specifications in https://docs.cloud.google.com/tpu/docs/v4, v5e,
 # v5p, v6e and tpu7x. The tables of v4 and tpu7x, which also lists v5p and v6e, give HBM in GiB; others say GB for it.
 _GENERATIONS = {
-    "v4": _Generation(num_dims=3, pod_chips=4096, hbm_gib=32, bf16_tflops=275, devices_per_chip=2),
-    "v5e": _Generation(num_dims=2, pod_chips=256, hbm_gib=16, bf16_tflops=197, devices_per_chip=1),
+    "v4": _Generation(
+        num_dims=3,
+        pod_chips=4096,
+        hbm_gib=32,
+        bf16_tflops=275,
+        devices_per_chip=2,
+        hbm_gbytes_per_s=1228,
+        ici_gbits_per_s=2400,
+        dcn_gbits_per_s=50,
+        clock_ghz=1.05,
+    ),
+    "v5e": _Generation(
+        num_dims=2,
+        pod_chips=256,
+        hbm_gib=16,
+        bf16_tflops=197,
+        devices_per_chip=1,
+        hbm_gbytes_per_s=819,
+        ici_gbits_per_s=1600,
+        dcn_gbits_per_s=25,
+        clock_ghz=1.5,
+    ),
     # The largest v5p slice that can be rented is 16x16x24; a whole pod, 16x20x28, can be compiled for.
-    "v5p": _Generation(num_dims=3, pod_chips=8960, hbm_gib=95, bf16_tflops=459, devices_per_chip=1),
-    "v6e": _Generation(num_dims=2, pod_chips=256, hbm_gib=32, bf16_tflops=918, devices_per_chip=1),
-    "tpu7x": _Generation(num_dims=3, pod_chips=9216, hbm_gib=192, bf16_tflops=2307, devices_per_chip=2),
+    "v5p": _Generation(
+        num_dims=3,
+        pod_chips=8960,
+        hbm_gib=95,
+        bf16_tflops=459,
+        devices_per_chip=1,
+        hbm_gbytes_per_s=2765,
+        ici_gbits_per_s=4800,
+        dcn_gbits_per_s=50,
+        clock_ghz=1.75,
+    ),
+    "v6e": _Generation(
+        num_dims=2,
+        pod_chips=256,
+        hbm_gib=32,
+        bf16_tflops=918,
+        devices_per_chip=1,
+        hbm_gbytes_per_s=1640,
+        ici_gbits_per_s=3584,
+        dcn_gbits_per_s=100,
+        clock_ghz=1.75,
+    ),
+    "tpu7x": _Generation(
+        num_dims=3,
+        pod_chips=9216,
+        hbm_gib=192,
+        bf16_tflops=2307,
+        devices_per_chip=2,
+        hbm_gbytes_per_s=7380,
+        ici_gbits_per_s=4800,
+        dcn_gbits_per_s=100,
+        clock_ghz=2.2,
+    ),
 }
 _CHIPS_PER_HOST = 4  # in a slice of several hosts, for every generation: 2x2 neighbours in the first two dims
 _MAX_2D_DIM = 16  # a pod of v5e or v6e is 16x16
+_CUBE = 4  # a slice with three dims is wired from cubes of 4x4x4 by switches, which close a ring for multiples of it
 _ONE_HOST_2D = ((1, 1), (2, 2), (2, 4))  # the shapes of v5e and v6e that one host holds
 
 
@@ -150,6 +209,45 @@ class SliceTopology:
     def bf16_flops(self) -> float:
         """Dense bfloat16 peak per chip, in FLOP/s."""
         return self._facts.bf16_tflops * 1e12
+
+    @property
+    def hbm_bandwidth(self) -> float:
+        """Of a chip's HBM, in bytes/s."""
+        return self._facts.hbm_gbytes_per_s * 1e9
+
+    @property
+    def ici_link_bandwidth(self) -> float:
+        """Of one link to a neighbouring chip, one way, in bytes/s; a chip has two links per dim."""
+        return self._facts.ici_gbits_per_s * 1e9 / 8 / (2 * self._facts.num_dims)
+
+    @property
+    def dcn_bandwidth(self) -> float:
+        """Of the data centre network, per chip, one way, in bytes/s."""
+        return self._facts.dcn_gbits_per_s * 1e9 / 8
+
+    @property
+    def clock_hz(self) -> float:
+        """Clock of a chip, in cycles/s."""
+        return self._facts.clock_ghz * 1e9
+
+    def wraps(self, dim: int) -> bool:
+        """Whether the chips along a dim form a ring: both ends are linked."""
+        size = self.ici_shape[dim]
+        return size == _MAX_2D_DIM if self._facts.num_dims == 2 else size % _CUBE == 0
+
+    def place(self, device_id: int) -> tuple[int, tuple[int, ...]]:
+        """Where a device is: its slice, and its chip's place along each dim. The first dim varies fastest, as libtpu
+        numbers them.
+
+        >>> SliceTopology.parse("2 x v5e:4x8").place(37)
+        (1, (1, 1))
+        """
+        slice_index, rest = divmod(device_id // self.devices_per_chip, math.prod(self.ici_shape))
+        places = []
+        for size in self.ici_shape:
+            rest, place = divmod(rest, size)
+            places.append(place)
+        return slice_index, tuple(places)
 
     def check(self, mesh: Mesh) -> None:
         """Raises unless a mesh covers these slices exactly.

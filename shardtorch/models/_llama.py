@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ._init import Constant, Normal
-from ._loss import chunked_cross_entropy
+from ._loss import InOrder, chunked_cross_entropy
 from ._rope import RopeScaling, apply_rotary, rotary_tables
 
 DEFAULT_RULES: tuple[tuple[str, str | tuple[str, ...] | None], ...] = (
@@ -209,6 +209,13 @@ class LlamaLayer(nn.Module):
 class ChunkedLoss(nn.Module):
     """`chunked_cross_entropy` as a module without parameters, so that another implementation can take its place."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_groups: tuple[int, int] = (1, 1)
+        """Into how many parts batch and sequence are divided, where devices shard them; see `chunked_cross_entropy`."""
+        self.in_order: InOrder = list
+        """Keeps the chunks apart where a compiler chooses the order; see `chunked_cross_entropy`."""
+
     def forward(
         self,
         x: Float[Tensor, "batch seq embed"],
@@ -217,7 +224,10 @@ class ChunkedLoss(nn.Module):
         num_chunks: int,
         reduction: Literal["mean", "sum"],
     ) -> Float[Tensor, ""]:
-        return chunked_cross_entropy(x, weight, targets, num_chunks, reduction=reduction)
+        groups = self.num_groups if torch.is_grad_enabled() else (1, 1)
+        return chunked_cross_entropy(
+            x, weight, targets, num_chunks, reduction=reduction, num_groups=groups, in_order=self.in_order
+        )
 
 
 class Llama(nn.Module):

@@ -1,11 +1,15 @@
 """Cross-entropy over a large vocabulary, without the logits of a whole batch."""
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
+
+InOrder = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Gives back the same tensors, after all of them are there."""
 
 IGNORED_TARGET = -100
 """A target that is not predicted, as in `torch.nn.functional.cross_entropy`."""
@@ -18,6 +22,8 @@ def chunked_cross_entropy(
     num_chunks: int,
     *,
     reduction: Literal["mean", "sum"] = "mean",
+    num_groups: tuple[int, int] = (1, 1),
+    in_order: InOrder = list,
 ) -> Float[Tensor, ""]:
     """Negative log-likelihood of `targets` under the logits `x @ weight.T`, of which only one chunk exists at a time.
 
@@ -31,16 +37,22 @@ def chunked_cross_entropy(
       weight: Output projection, in the layout of `torch.nn.Linear`.
       targets: Token ids; -100 marks a position to leave out. Any other id outside `[0, vocab)` makes the loss NaN: an
         error would have to wait for the device.
-      num_chunks: Number of chunks; divides `seq`. Take as few as memory allows: where the batch is sharded, every chunk
-        sends one sum of weight gradients through the network.
+      num_chunks: Number of chunks; divides `seq`.
       reduction: "mean" over the targets that are not left out, or their "sum".
+      num_groups: Into how many parts `batch` and `seq` are divided for the gradient of `weight`: it is summed over the
+        chunks for each part apart, and over the parts once, at the end. With as many as devices shard these dims, each
+        device adds up its own part, and one sum goes through the network instead of one per chunk.
+      in_order: Called with what a chunk has added to and what the next one starts from. A compiler that is free to
+        choose the order may run all chunks side by side, which saves no memory; what it can't look through keeps them
+        apart.
 
     Returns:
       A float32 scalar (float64 for float64 inputs). If all targets are left out, it is 0 and so are the gradients,
       where `torch.nn.functional.cross_entropy` gives NaN: such a batch has nothing to teach.
 
     Raises:
-      ValueError: The shapes do not fit, `num_chunks` does not divide `seq`, or `reduction` is unknown.
+      ValueError: The shapes do not fit, `num_chunks` does not divide `seq`, `num_groups` does not divide `batch` and a
+        chunk, or `reduction` is unknown.
 
     >>> x, weight = torch.ones(1, 4, 8), torch.zeros(16, 8)
     >>> chunked_cross_entropy(x, weight, torch.tensor([[3, 1, -100, 2]]), num_chunks=2)  # log(16)
@@ -64,14 +76,30 @@ def chunked_cross_entropy(
         raise ValueError(
             f"the loss is reduced by a mean or a sum.\n  got: reduction={reduction!r}\n  fix: use 'mean' or 'sum'."
         )
+    if batch % num_groups[0] or seq // num_chunks % num_groups[1]:
+        raise ValueError(
+            "the numbers of groups must divide the batch and the positions of a chunk.\n"
+            f"  got: {num_groups} groups, a batch of {batch}, {num_chunks} chunks of {seq // num_chunks}\n"
+            "  fix: use fewer groups or chunks."
+        )
     # Inside an autograd.Function grad mode is always off, and needs_input_grad ignores it: it has to be asked here.
-    return _ChunkedCrossEntropy.apply(x, weight, targets, num_chunks, reduction, torch.is_grad_enabled())  # type: ignore
+    return _ChunkedCrossEntropy.apply(  # type: ignore
+        x, weight, targets, num_chunks, reduction, num_groups, in_order, torch.is_grad_enabled()
+    )
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, num_chunks: int, reduction: str, grad_enabled: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        num_chunks: int,
+        reduction: str,
+        num_groups: tuple[int, int],
+        in_order: InOrder,
+        grad_enabled: bool,
     ) -> Tensor:
         needs_x_grad, needs_weight_grad = (grad_enabled and needed for needed in ctx.needs_input_grad[:2])
         dtype = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
@@ -93,8 +121,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
         loss = torch.zeros((), dtype=dtype, device=x.device)
         x_grads: list[Tensor] = []
-        weight_grad: Tensor | None = None
+        group_grads: Tensor | None = None
+        grouped = {"group": num_groups[0], "run": num_groups[1]}
         for x_chunk, target_chunk, scale_chunk in zip(x_chunks, target_chunks, scale_chunks, strict=True):
+            started = [] if group_grads is None else [group_grads]
+            x_chunk, loss, *made = in_order([x_chunk, loss, *x_grads[-1:], *started])
+            if needs_x_grad and x_grads:
+                x_grads[-1], *made = made
+            if group_grads is not None:
+                (group_grads,) = made
             logits = torch.einsum("bse,ve->bsv", x_chunk.to(dtype), wide_weight)
             # Comparing with all ids, where a gather would do, is deliberate: a gather along a sharded vocab makes the
             # partitioner replicate the logits, while this is elementwise and its sum is one small all-reduce.
@@ -112,11 +147,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if needs_x_grad:
                     x_grads.append(torch.einsum("bsv,ve->bse", logits_grad, narrow_weight))
                 if needs_weight_grad:
-                    chunk_grad = torch.einsum("bsv,bse->ve", logits_grad, x_chunk).to(dtype)
-                    weight_grad = chunk_grad if weight_grad is None else weight_grad + chunk_grad
+                    rows, columns = (
+                        rearrange(rows, "(group batch) (run seq) dim -> group run batch seq dim", **grouped)
+                        for rows in (logits_grad, x_chunk)
+                    )
+                    chunk_grads = torch.einsum("grbsv,grbse->grve", rows, columns).to(dtype)
+                    group_grads = chunk_grads if group_grads is None else group_grads + chunk_grads
 
         x_grad = rearrange(x_grads, "chunks batch seq embed -> batch (seq chunks) embed") if needs_x_grad else None
-        ctx.save_for_backward(x_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
+        weight_grad = None if group_grads is None else group_grads.sum(dim=(0, 1)).to(weight.dtype)
+        ctx.save_for_backward(x_grad, weight_grad)
         return loss
 
     @staticmethod
@@ -130,4 +170,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             )
         (loss_grad,) = grad_outputs
         x_grad, weight_grad = (None if g is None else (g * loss_grad).to(g.dtype) for g in ctx.saved_tensors)
-        return x_grad, weight_grad, None, None, None, None
+        return x_grad, weight_grad, *[None] * 6

@@ -25,6 +25,21 @@ def _llama_3_1(num_layers: int, embed_dim: int, num_heads: int, mlp_dim: int) ->
     )
 
 
+def _llama_2(num_layers: int, embed_dim: int, num_heads: int, num_kv_heads: int, mlp_dim: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=32_000,
+        num_layers=num_layers,
+        embed_dim=embed_dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=128,
+        mlp_dim=mlp_dim,
+        max_seq_len=4096,
+        norm_eps=1e-5,
+        rope_theta=10_000.0,
+    )
+
+
 PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
     {
         # Learns English on a laptop. Every dim that a mesh may split divides by 8.
@@ -39,6 +54,10 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
             max_seq_len=256,
             rope_theta=10_000.0,
         ),
+        # Llama 2, arXiv:2307.09288, and the released configurations.
+        "llama2-7b": _llama_2(num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=32, mlp_dim=11_008),
+        "llama2-13b": _llama_2(num_layers=40, embed_dim=5120, num_heads=40, num_kv_heads=40, mlp_dim=13_824),
+        "llama2-70b": _llama_2(num_layers=80, embed_dim=8192, num_heads=64, num_kv_heads=8, mlp_dim=28_672),
         # The Llama 3 Herd of Models, arXiv:2407.21783, table 3; context and rotary scaling as released in Llama 3.1.
         "llama3-8b": _llama_3_1(num_layers=32, embed_dim=4096, num_heads=32, mlp_dim=14_336),
         "llama3-70b": _llama_3_1(num_layers=80, embed_dim=8192, num_heads=64, mlp_dim=28_672),

@@ -19,10 +19,10 @@ from shardtorch.config import TrainConfig
 from shardtorch.engine import Engine, start
 from shardtorch.errors import CheckpointError, ConfigError
 from shardtorch.fsdp import fully_shard
-from shardtorch.mesh import Mesh, NamedSharding, P, SliceTopology
+from shardtorch.mesh import Mesh, NamedSharding, SliceTopology
 from shardtorch.models import LlamaConfig
 from shardtorch.run._generate import sample
-from shardtorch.run._model import batch_axes, build_model, model_config
+from shardtorch.run._model import batch_spec, build_model, fit_to_engine, loss_chunks, model_config
 from shardtorch.train import (
     Batch,
     Corpus,
@@ -45,7 +45,7 @@ from shardtorch.train import (
 
 _MAY_DIFFER = {"out", "devices", "mesh", "dcn", "engine", "cache", "data", "text_field", "steps", "resume",
                "eval_every_steps", "eval_tokens", "save_every_steps", "keep_checkpoints", "sample_tokens",
-               "loss_chunks", "remat"}  # fmt: skip
+               "microbatches", "loss_chunks", "remat", "attention"}  # fmt: skip
 """Settings that a resumed run may change: they don't change what is learned, up to rounding. Text is
 compared by its content, wherever it lies."""
 _MAX_PARAMETERS_TO_SAMPLE = 1_000_000_000
@@ -85,6 +85,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
     mesh = bind(mesh, engine)
     batch_sharding = _check_batch(config, mesh)
     model, plan = build_model(shape, mesh)
+    attention = fit_to_engine(model, mesh, engine, config.seq_len, config.attention)
 
     cache = config.cache.expanduser()
     corpus = prepare(config.data, shape.vocab_size, cache, text_field=config.text_field, console=console)
@@ -98,6 +99,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
     header = {
         "model": f"{config.model}, {shape.num_parameters / 1e6:,.1f} million parameters",
         "mesh": f"{mesh!r} on {inventory.num_devices} {inventory.device_kind} device(s), engine {engine.name}",
+        "attention": attention,
         "data": f"{config.data}, {len(corpus.train):,} tokens; held out {corpus.num_heldout_bytes:,} bytes",
         "out": str(config.out),
     }
@@ -115,7 +117,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
                 init=model.initializers(),
                 seed=config.seed,
                 stack="layers",
-                remat=config.remat,
+                remat=config.remat == "full",
                 compute_dtype=torch.bfloat16 if config.compute_dtype == "bfloat16" else None,
                 engine=engine,
             )
@@ -129,7 +131,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
             with _writable(config.out):
                 shutil.copyfile(corpus.tokenizer_path, config.out / "tokenizer.json")
 
-        loss_chunks = config.loss_chunks or _loss_chunks(config.seq_len, shape.vocab_size)
+        num_chunks = config.loss_chunks or loss_chunks(config.seq_len, shape.vocab_size)
 
         def batch(k: int) -> Batch:
             found = loader[k]
@@ -140,8 +142,14 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
             engine=engine,
             batch_sharding=batch_sharding,
             global_batch_size=config.global_batch_size,
-            step=make_step(model, optimizer, clip_norm=config.clip_norm, loss_chunks=loss_chunks),
-            eval_step=make_eval_step(model, loss_chunks=loss_chunks),
+            step=make_step(
+                model,
+                optimizer,
+                clip_norm=config.clip_norm,
+                loss_chunks=num_chunks,
+                microbatches=config.microbatches,
+            ),
+            eval_step=make_eval_step(model, loss_chunks=num_chunks),
             schedule=Schedule(config.lr, config.warmup_steps, config.decay_steps),
             batches=batch,
             heldout=heldout,
@@ -234,8 +242,11 @@ def _start(config: TrainConfig, mesh: Mesh) -> Engine:
 
 def _check_batch(config: TrainConfig, mesh: Mesh) -> NamedSharding:
     """How the batch lies on the mesh, once every sequence and token has its place."""
-    sharding = NamedSharding(mesh, P(*batch_axes(mesh)))
-    sharding.validate((config.global_batch_size, config.seq_len), "the batch [global_batch_size, seq_len]")
+    sharding = NamedSharding(mesh, batch_spec(mesh))
+    rows, name = config.global_batch_size // config.microbatches, "the batch [global_batch_size, seq_len]"
+    if config.microbatches > 1:
+        name = "a microbatch [global_batch_size / microbatches, seq_len]"
+    sharding.validate((rows, config.seq_len), name)
     return sharding
 
 
@@ -271,12 +282,6 @@ def _saved_config(path: Path) -> dict[str, Any]:
             fix="use a checkpoint that shardtorch train has written.",
         )
     return {**saved}
-
-
-def _loss_chunks(seq_len: int, vocab_size: int) -> int:
-    """The fewest chunks that keep a sequence's logits at 512 MiB of float32."""
-    fitting = (n for n in range(1, seq_len + 1) if seq_len % n == 0 and seq_len // n * vocab_size <= 2**27)
-    return next(fitting, seq_len)
 
 
 def _peak_flops(platform: str, generation: str, num_devices: int) -> float | None:

@@ -100,7 +100,8 @@ def test_a_bad_number_of_devices(nothing_started: pytest.MonkeyPatch, name: str,
 
 def test_an_engine_that_does_not_exist(nothing_started: pytest.MonkeyPatch):
     with pytest.raises(
-        EngineUnavailableError, match=r"must be one that exists.\n  got: 'jax'\n  fix: use 'torch_xla' or"
+        EngineUnavailableError,
+        match=r"must be one that exists.\n  got: 'jax'\n  fix: use 'torch_xla', 'reference' or 'libtpu'",
     ):
         engines.start("jax")  # pyright: ignore[reportArgumentType]
 

@@ -25,7 +25,7 @@ from shardtorch import engine as engines
 from shardtorch.fsdp import fully_shard
 from shardtorch.mesh import Mesh, NamedSharding, P
 from shardtorch.models import LlamaConfig, preset
-from shardtorch.run._model import batch_axes, build_model
+from shardtorch.run._model import batch_spec, build_model
 from shardtorch.train import adamw, make_step
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -150,7 +150,7 @@ def _compile_all(folder: Path) -> None:
             remat=name.endswith("remat"),
         )
         step = engine.compile(make_step(model, adamw(model), clip_norm=1.0, loss_chunks=LOSS_CHUNKS))
-        batch = NamedSharding(mesh, P(*batch_axes(mesh)))
+        batch = NamedSharding(mesh, batch_spec(mesh))
         tokens, targets = (engine.put(torch.zeros(BATCH, SEQ, dtype=torch.long), batch, (BATCH, SEQ)) for _ in "ab")
         step(tokens, targets, engine.put(torch.tensor(1e-3), NamedSharding(mesh, P()), ()))
         engine.sync()

@@ -15,7 +15,7 @@ EIGHT_DEVICES = {
     "data=2,fsdp=2,tensor=2": "--devices 8 --mesh data=2,fsdp=2,tensor=2 --steps 40",
     "tensor=8": "--devices 8 --mesh tensor=8 --steps 10",
     "remat and chunks on data=2,fsdp=2,context=2": (
-        "--devices 8 --mesh data=2,fsdp=2,context=2 --steps 10 --remat --loss-chunks 4"
+        "--devices 8 --mesh data=2,fsdp=2,context=2 --steps 10 --remat full --loss-chunks 4"
     ),
     "bfloat16 on fsdp=4,tensor=2": "--devices 8 --mesh fsdp=4,tensor=2 --steps 10 --compute-dtype bfloat16",
 }

@@ -9,8 +9,8 @@ import torch_xla.debug.metrics as xla_metrics
 from torch import Tensor
 
 from shardtorch.engine import _contract
-from shardtorch.engine.torch_xla import _annotate, _placement, _scan, _start, _trace
-from shardtorch.engine.torch_xla._ops import PartitionedOps
+from shardtorch.engine.torch_xla import _annotate, _kernel, _placement, _scan, _start, _trace
+from shardtorch.engine.torch_xla._ops import PartitionedOps, in_order
 from shardtorch.errors import ShardingError
 from shardtorch.mesh import NamedSharding
 
@@ -45,6 +45,9 @@ class TorchXlaEngine(_contract.Engine):
         sharding.validate(tuple(x.shape))
         return _annotate.constrain(x, sharding)
 
+    def in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return in_order(list(tensors))
+
     def annotate(self, x: Tensor, sharding: NamedSharding) -> Tensor:
         traced = _trace.is_tracing() or type(x) not in (Tensor, torch.nn.Parameter)
         if traced or x.device.type != "xla" or not _is_leaf(x):
@@ -66,6 +69,9 @@ class TorchXlaEngine(_contract.Engine):
         remat: bool,
     ) -> Tensor:
         return _scan.scan(body, x, weights, constants, remat=remat)
+
+    def call_kernel(self, kernel: _contract.Kernel, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return _kernel.call_kernel(kernel, tensors, self.inventory().platform)
 
     def compile(
         self, step: Callable[_contract.Arguments, _contract.Result]

@@ -10,6 +10,7 @@ import string
 
 import torch
 import torch.nn.functional as F
+import torch_xla.core.xla_model
 from einops import rearrange
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -71,6 +72,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale
         scores = scores.masked_fill(query < torch.arange(num_keys, device=q.device), float("-inf"))
     out = einsum("bkgqs,bksd->bkgqd", scores.softmax(dim=-1).to(v.dtype), v)
     return rearrange(out, "batch kv_heads group seq dim -> batch (kv_heads group) seq dim")
+
+
+@torch.library.custom_op("shardtorch::in_order", mutates_args=())
+def in_order(tensors: list[Tensor]) -> list[Tensor]:
+    """See `Engine.in_order`: XLA's optimization barrier."""
+    copies = [x.clone() for x in tensors]
+    torch_xla.core.xla_model.optimization_barrier_(copies)
+    return copies
+
+
+@in_order.register_fake
+def _(tensors):
+    return [torch.empty_like(x) for x in tensors]
 
 
 class PartitionedOps(TorchFunctionMode):

@@ -21,6 +21,7 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.autograd.function import once_differentiable
 
 from shardtorch.engine._contract import LayerBody, check_layer_output, check_scan
+from shardtorch.engine.torch_xla._provenance import in_backward
 from shardtorch.engine.torch_xla._trace import check_layer, flush_autograd, tracing
 from shardtorch.errors import ShardtorchError
 
@@ -190,7 +191,7 @@ class _Plan:
             return _Loop("scan", fn, carry, xs, constants)
 
     def _loop_backward(self, fn, carry: _Aval, xs: Sequence[_Aval], constants: Sequence[_Aval]) -> _Loop:
-        with torch.no_grad():
+        with torch.no_grad(), in_backward():
             return _Loop("scan_backward", fn, carry, xs, constants, reverse=True)
 
     def _plan_inference(self, body, x, weights, constants):
@@ -291,7 +292,7 @@ class _Scan(torch.autograd.Function):
 # So nothing of a trace may outlive it: neither in the frames of an error that someone keeps, nor in autograd's thread.
 
 
-def _clear_frames(error: BaseException | None) -> None:
+def clear_frames(error: BaseException | None) -> None:
     """Drops the local variables of the frames that an error came through."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -325,7 +326,7 @@ def scan(
                 del plans[key]
                 raise _draws("random numbers drawn on the host, inside the layer")
         except BaseException as error:
-            _clear_frames(error)
+            clear_frames(error)
             raise
         finally:
             flush_autograd()
