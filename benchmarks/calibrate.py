@@ -4,10 +4,11 @@
     python benchmarks/calibrate.py --rows my.csv    # other rows of the same columns
     python benchmarks/calibrate.py --fit            # also fits a factor per chip generation, on every second row
 
-What a source leaves open is assumed, and printed: full remat; FSDP over all chips where no mesh is given; the
-squarest slice of that many chips; our model code and kernels, with float32 state and bfloat16 compute. A configuration
-whose state does not fit (its source keeps some of it elsewhere) is predicted from the same step with fewer layers: time
-is linear in their number. A row is left out, with the reason, if its model has no preset or it gives no batch.
+What a source leaves open is assumed, and printed: no remat where that fits, else full; FSDP over all chips where no
+mesh is given; the squarest slice of that many chips; our model code and kernels, with float32 state and bfloat16
+compute. A configuration whose state does not fit (its source keeps some of it elsewhere) is predicted from the same
+step with fewer layers: time is linear in their number. A row is left out, with the reason, if its model has no preset
+or it gives no batch.
 
 Times are compared per sequence and chip. Compiled steps are kept in ~/.cache/shardtorch/plans, so a second run is fast.
 """
@@ -21,12 +22,16 @@ import multiprocessing
 import statistics
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
+from shardtorch.aot import CompileReport
+from shardtorch.config import PlanConfig
 
 ROWS = Path(__file__).parent.parent / "tests/data/published_step_times.csv"
 ALIASES = {"llama3.1-8b": "llama3-8b", "llama3.1-70b": "llama3-70b", "llama3.1-405b": "llama3-405b"}
@@ -122,9 +127,25 @@ def squarest_slice(chip: str, chips: int) -> str:
     return str(best)
 
 
+def may_fit_without_remat(config: PlanConfig) -> bool:
+    """Whether it is worth compiling, by the search's rough estimate of memory."""
+    from shardtorch.aot._memory import memory_limit
+    from shardtorch.models import PRESETS
+    from shardtorch.run._search_space import search_space
+
+    topology = config.parse_topology()
+    shape = PRESETS[config.model]
+    mesh = config.parse_mesh(shape.embed_dim)
+    return any(
+        each.mesh == mesh
+        and (each.remat, each.microbatches) == ("none", 1)
+        and each.likely_bytes <= memory_limit(topology)
+        for each in search_space(shape, topology, config).candidates
+    )
+
+
 def predict(row: Row) -> Prediction:
-    """Compiles a row's configuration. Runs in a process of its own, as each compilation leaves memory behind."""
-    from shardtorch.config import PlanConfig
+    """Compiles a row's configuration."""
     from shardtorch.errors import ShardtorchError
     from shardtorch.models import PRESETS
     from shardtorch.run._plan import compile_plan
@@ -140,25 +161,27 @@ def predict(row: Row) -> Prediction:
             topology = f"{row.slices} x {topology}"
         mesh = row.mesh or f"fsdp={row.chips * row.slices}"
         config = PlanConfig(model, topology, mesh, global_batch_size=row.batch, seq_len=row.seq)
-        note = f"{topology}, {mesh}, full remat" + ("" if row.mesh else " (mesh assumed)")
         shape = PRESETS[model]
-        report = compile_plan(shape, config.parse_mesh(shape.embed_dim), config, topology).report
+
+        def compiled(remat: str, num_layers: int = shape.num_layers) -> CompileReport:
+            changed = dataclasses.replace(config, remat=remat)
+            layers = dataclasses.replace(shape, num_layers=num_layers)
+            return compile_plan(layers, config.parse_mesh(shape.embed_dim), changed)
+
+        remat = "none"
+        if not may_fit_without_remat(config) or not (report := compiled(remat)).fits:
+            remat, report = "full", compiled("full")
+        note = f"{topology}, {mesh}, remat {remat}" + ("" if row.mesh else " (mesh assumed)")
         time = report.step_time
-        if time is None:
-            few, more = (
-                compile_plan(
-                    dataclasses.replace(shape, num_layers=n), config.parse_mesh(shape.embed_dim), config, topology
-                ).report
-                for n in FEWER_LAYERS
-            )
-            if few.step_time is None or more.step_time is None:
-                return Prediction(row, None, f"{note}: {report.verdict}")
-            per_layer = (more.step_time.total - few.step_time.total) / (FEWER_LAYERS[1] - FEWER_LAYERS[0])
-            total = few.step_time.total + per_layer * (shape.num_layers - FEWER_LAYERS[0])
-            efficiency = few.step_time.efficiency
-            note += f"; does not fit as it is, so from {FEWER_LAYERS[0]} and {FEWER_LAYERS[1]} layers"
-        else:
+        if time is not None:
             total, efficiency = time.total, time.efficiency
+        else:
+            few, more = (compiled(remat, num_layers).step_time for num_layers in FEWER_LAYERS)
+            if few is None or more is None:
+                return Prediction(row, None, f"{note}: {report.verdict}")
+            per_layer = (more.total - few.total) / (FEWER_LAYERS[1] - FEWER_LAYERS[0])
+            total, efficiency = few.total + per_layer * (shape.num_layers - FEWER_LAYERS[0]), few.efficiency
+            note += f"; does not fit as it is, so from {FEWER_LAYERS[0]} and {FEWER_LAYERS[1]} layers"
         return Prediction(row, total * efficiency * row.chips * row.slices / row.batch, note)
     except (ShardtorchError, ValueError) as error:
         return Prediction(row, None, str(error).splitlines()[0])
@@ -205,13 +228,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not console.is_terminal:
         console = Console(width=180)
     rows = [row for row in read_rows(args.rows) if row.measured is not None]
-    predictions: list[Prediction] = []
-    context = multiprocessing.get_context("spawn")
-    for row in track(rows, "compiling", console=Console(stderr=True)):
-        pool = context.Pool(1)
-        predictions.append(pool.apply(predict, (row,)))
-        pool.close()  # `with` would end it by a signal, of which libtpu makes much
-        pool.join()
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:  # a compilation leaves memory behind
+        predictions = list(track(pool.map(predict, rows), "compiling", len(rows), console=Console(stderr=True)))
     generations = sorted({row.chip for row in rows})
     factors = {generation: EFFICIENCY.get(generation, 1.0) for generation in generations}
     fitted: set[int] = set()

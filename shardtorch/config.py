@@ -293,8 +293,23 @@ def read_train_settings(path: Path) -> dict[str, Any]:
             got=f"{error}",
             fix='name a file that holds settings, such as {"model": "llama-tiny", "mesh": "fsdp=8"}.',
         ) from error
-    hints = typing.get_type_hints(TrainConfig)
-    kinds = {field.name: hints[field.name] for field in dataclasses.fields(TrainConfig)}
+    return typed_settings(TrainConfig, settings, str(path))
+
+
+def typed_settings(config: type, settings: dict[str, Any], path: str) -> dict[str, Any]:
+    """What JSON holds of some fields of a config, as values of the fields' types.
+
+    Args:
+      config: `TrainConfig` or another of this module.
+      settings: Values by name.
+      path: Where they were read, for errors.
+
+    Raises:
+      ConfigError: A key is no setting, or a value is of another type.
+    """
+    hints = typing.get_type_hints(config)
+    kinds = {field.name: hints[field.name] for field in dataclasses.fields(config)}
+    typed: dict[str, Any] = {}
     for name, value in settings.items():
         if name not in kinds:
             close = difflib.get_close_matches(name, kinds, n=1)
@@ -303,8 +318,8 @@ def read_train_settings(path: Path) -> dict[str, Any]:
                 got=repr(name),
                 fix=f"did you mean {close[0]!r}?" if close else "take it out; shardtorch train --help lists them.",
             )
-        settings[name] = _value_of(kinds[name], value, f"{path}: {name}")
-    return settings
+        typed[name] = _value_of(kinds[name], value, f"{path}: {name}")
+    return typed
 
 
 def _value_of(kind: Any, value: Any, name: str) -> Any:
@@ -315,8 +330,10 @@ def _value_of(kind: Any, value: Any, name: str) -> Any:
     elif origin is types.UnionType:
         (kind,) = (each for each in arguments if each is not type(None))
         return None if value is None else _value_of(kind, value, name)
+    elif origin is tuple and isinstance(value, list):
+        return tuple(_value_of(arguments[0], item, name) for item in value)
     else:
-        accepted = {Path: str, float: (int, float)}.get(kind, kind)
+        accepted = {Path: str, float: (int, float)}.get(kind, origin or kind)
         fits = isinstance(value, accepted) and isinstance(value, bool) == (kind is bool)
         words = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "text")
     if not fits:

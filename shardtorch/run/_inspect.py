@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from shardtorch.aot._quantities import bytes_text
 from shardtorch.config import InspectConfig
 from shardtorch.errors import ConfigError
 from shardtorch.mesh import Mesh
 from shardtorch.models import LlamaConfig
-from shardtorch.run._model import build_model, model_config
+from shardtorch.run._model import model_config, parameter_shardings
 
 _ITEMSIZE = 4  # parameters, gradients and moments are float32
 _COPIES = {"parameters": 1, "gradients": 1, "optimizer": 2}
@@ -44,25 +45,18 @@ def rows(shape: LlamaConfig, mesh: Mesh) -> list[Row]:
     Raises:
       ShardingError: The plan does not fit the mesh.
     """
-    model, plan = build_model(shape, mesh)
-    # One layer stands for all, as in training, where each weight of the layers is one stack.
-    shapes = {
-        name.replace("layers.0.", "layers.*."): tuple(parameter.shape)
-        for name, parameter in model.named_parameters()
-        if not name.startswith("layers.") or name.startswith("layers.0.")
-    }
     table = []
-    for name, sharding in plan.resolve(shapes, mesh).items():
+    for name, (whole, sharding) in parameter_shardings(shape, mesh).items():
         num_layers = shape.num_layers if "*" in name else 1
         table.append(
             Row(
                 name,
                 num_layers,
-                shapes[name],
+                whole,
                 repr(sharding.spec),
-                sharding.shard_shape(shapes[name]),
+                sharding.shard_shape(whole),
                 sharding.num_replicas,
-                num_layers * sharding.bytes_per_device(shapes[name], _ITEMSIZE),
+                num_layers * sharding.bytes_per_device(whole, _ITEMSIZE),
             )
         )
     return table
@@ -105,7 +99,7 @@ def inspect(config: InspectConfig, console: Console | None = None) -> None:
             row.spec,
             str(list(row.shard_shape)),
             str(row.replicas),
-            _size(row.bytes_per_device),
+            bytes_text(row.bytes_per_device),
         )
     # The table is as wide as it needs to be: a terminal can scroll or wrap, and a cut name says nothing.
     needed = Measurement.get(console, console.options.update(width=10_000), out).maximum
@@ -114,14 +108,8 @@ def inspect(config: InspectConfig, console: Console | None = None) -> None:
     state = sum(_COPIES.values()) * per_device
     console.print(
         f"{totals['num_parameters']:,} parameters. Per device, in float32: "
-        f"parameters {_size(per_device)}, gradients {_size(per_device)}, AdamW moments {_size(2 * per_device)}; "
-        f"together {_size(state)}, activations not counted.",
+        f"parameters {bytes_text(per_device)}, gradients {bytes_text(per_device)}, AdamW moments "
+        f"{bytes_text(2 * per_device)}; together {bytes_text(state)}, activations not counted.",
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _size(num_bytes: int) -> str:
-    """In the largest binary unit that leaves at least 1."""
-    power = max(0, min(4, (num_bytes.bit_length() - 1) // 10))
-    return f"{num_bytes / 2 ** (10 * power):,.{2 if power else 0}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -7,7 +7,7 @@ import torch
 
 from shardtorch.engine import Engine
 from shardtorch.errors import ConfigError
-from shardtorch.mesh import AxisRules, Mesh, PartitionSpec, ShardingPlan
+from shardtorch.mesh import AxisRules, Mesh, NamedSharding, PartitionSpec, ShardingPlan
 from shardtorch.models import DEFAULT_RULES, PRESETS, Llama, LlamaConfig
 from shardtorch.pallas import FlashAttention, why_not_flash
 
@@ -41,6 +41,35 @@ def build_model(config: LlamaConfig, mesh: Mesh) -> tuple[Llama, ShardingPlan]:
     axes = batch_spec(mesh)
     model.loss.num_groups = (mesh.axis_size(axes.axes_of(0)), mesh.axis_size(axes.axes_of(1)))
     return model, ShardingPlan.from_logical(model.parameter_axes(), model.activation_axes(), rules, mesh)
+
+
+def parameter_shardings(config: LlamaConfig, mesh: Mesh) -> dict[str, tuple[tuple[int, ...], NamedSharding]]:
+    """Global shape and sharding of each parameter; one layer, with the number `*`, stands for all.
+
+    Raises:
+      ShardingError: The plan does not fit the mesh.
+    """
+    model, plan = build_model(config, mesh)
+    shapes = {
+        name.replace("layers.0.", "layers.*."): tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if not name.startswith("layers.") or name.startswith("layers.0.")
+    }
+    return {name: (shapes[name], sharding) for name, sharding in plan.resolve(shapes, mesh).items()}
+
+
+def check_seq_len(name: str, config: LlamaConfig, seq_len: int) -> None:
+    """Checks that a model can read so many tokens.
+
+    Raises:
+      ConfigError: It can't.
+    """
+    if seq_len > config.max_seq_len:
+        raise ConfigError(
+            f"{name} reads at most {config.max_seq_len} tokens.",
+            got=f"seq_len={seq_len}",
+            fix=f"use --seq-len {config.max_seq_len}.",
+        )
 
 
 def fit_to_engine(

@@ -1,8 +1,6 @@
 """`plan`: the training step, compiled for a slice that need not be here."""
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,20 +10,19 @@ from shardtorch.aot import CompileReport, compile_report, show, to_html, to_perf
 from shardtorch.config import PlanConfig
 from shardtorch.engine import start
 from shardtorch.errors import ConfigError
-from shardtorch.fsdp import fully_shard, placement
+from shardtorch.fsdp import fully_shard
 from shardtorch.mesh import Mesh, NamedSharding, P
 from shardtorch.models import LlamaConfig
-from shardtorch.run._model import batch_spec, build_model, fit_to_engine, loss_chunks, model_config
+from shardtorch.run._model import (
+    batch_spec,
+    build_model,
+    check_seq_len,
+    fit_to_engine,
+    loss_chunks,
+    model_config,
+    parameter_shardings,
+)
 from shardtorch.train import adamw, make_step
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A compiled configuration."""
-
-    report: CompileReport
-    shardings: Mapping[str, tuple[tuple[int, ...], NamedSharding]]
-    """Global shape and sharding of each parameter, by name."""
 
 
 def plan(config: PlanConfig, console: Console | None = None) -> CompileReport:
@@ -42,28 +39,24 @@ def plan(config: PlanConfig, console: Console | None = None) -> CompileReport:
         return search(config, console)
     begun = time.monotonic()
     with console.status(f"compiling {config.model} for {config.topology} (about a minute)"):
-        made = make_plan(config)
-    show(made.report, console)
-    write_plan(config, made, console)
+        report = make_plan(config)
+    show(report, console)
+    write_plan(config, report, console)
     console.print(f"planned in {time.monotonic() - begun:.0f} s on this machine", highlight=False)
-    return made.report
+    return report
 
 
-def make_plan(config: PlanConfig) -> Plan:
+def make_plan(config: PlanConfig) -> CompileReport:
     """Builds the step of a configuration and compiles it; see `plan`."""
-    shape, topology = model_config(config.model), config.parse_topology()
+    shape = model_config(config.model)
     mesh = config.parse_mesh(shape.embed_dim)
-    if config.seq_len > shape.max_seq_len:
-        raise ConfigError(
-            f"{config.model} reads at most {shape.max_seq_len} tokens.",
-            got=f"seq_len={config.seq_len}",
-            fix=f"use --seq-len {shape.max_seq_len}.",
-        )
-    return compile_plan(shape, mesh, config, str(topology))
+    check_seq_len(config.model, shape, config.seq_len)
+    return compile_plan(shape, mesh, config)
 
 
-def compile_plan(shape: LlamaConfig, mesh: Mesh, config: PlanConfig, topology: str) -> Plan:
+def compile_plan(shape: LlamaConfig, mesh: Mesh, config: PlanConfig) -> CompileReport:
     """Compiles the training step of a model shape."""
+    topology = str(config.parse_topology())
     batch = NamedSharding(mesh, batch_spec(mesh))
     per_device = config.microbatches * mesh.axis_size(batch.spec.axes_of(0))
     batch_size = config.global_batch_size or per_device
@@ -94,7 +87,7 @@ def compile_plan(shape: LlamaConfig, mesh: Mesh, config: PlanConfig, topology: s
     tokens = [engine.zeros((batch_size, config.seq_len), torch.int64, batch) for _ in range(2)]
     lr = engine.zeros((), torch.float32, NamedSharding(mesh, P()))
     num_tokens = batch_size * config.seq_len
-    report = compile_report(
+    return compile_report(
         step,
         (model, optimizer),
         [*tokens, lr],
@@ -106,24 +99,27 @@ def compile_plan(shape: LlamaConfig, mesh: Mesh, config: PlanConfig, topology: s
         flags=dict(flag.split("=", 1) for flag in config.flags),
         cache=config.cache.expanduser(),
     )
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return Plan(report, {name: (shapes[name], sharding) for name, sharding in placement(model).parameters.items()})
 
 
-def write_plan(config: PlanConfig, made: Plan, console: Console) -> None:
+def write_plan(config: PlanConfig, report: CompileReport, console: Console) -> None:
     """Writes the files that a configuration asks for.
 
     Raises:
       ConfigError: One can't be written.
     """
     for path, text in (
-        (config.json, made.report.to_json),
-        (config.html, lambda: to_html(made.report, made.shardings)),
-        (config.timeline, lambda: to_perfetto(made.report)),
+        (config.json, report.to_json),
+        (config.html, lambda: to_html(report, _shardings(config))),
+        (config.timeline, lambda: to_perfetto(report)),
     ):
         if path is not None:
             write_text(path, text())
             console.print(f"wrote {path}", highlight=False, soft_wrap=True)
+
+
+def _shardings(config: PlanConfig) -> dict[str, tuple[tuple[int, ...], NamedSharding]]:
+    shape = model_config(config.model)
+    return parameter_shardings(shape, config.parse_mesh(shape.embed_dim))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -17,7 +17,7 @@ from shardtorch.engine.libtpu import libtpu_version
 from shardtorch.errors import ConfigError
 from shardtorch.mesh import SliceTopology
 from shardtorch.models import LlamaConfig
-from shardtorch.run._model import batch_spec, loss_chunks, model_config
+from shardtorch.run._model import batch_spec, check_seq_len, loss_chunks, model_config
 from shardtorch.run._plan import make_plan, write_plan, write_text
 from shardtorch.run._search_space import Candidate, Space, search_space
 from shardtorch.run._search_workers import Compile, Exploration, Outcome, explore
@@ -45,12 +45,7 @@ def search(config: PlanConfig, console: Console, *, compile: Compile = make_plan
     """
     deadline = time.monotonic() + 60 * config.budget_minutes
     shape, topology = model_config(config.model), config.parse_topology()
-    if config.seq_len > shape.max_seq_len:
-        raise ConfigError(
-            f"{config.model} reads at most {shape.max_seq_len} tokens.",
-            got=f"seq_len={config.seq_len}",
-            fix=f"use --seq-len {shape.max_seq_len}.",
-        )
+    check_seq_len(config.model, shape, config.seq_len)
     libtpu_version()  # says what isn't installed before any worker does
     space = search_space(shape, topology, config)
     _show_space(space, console)
@@ -68,7 +63,7 @@ def search(config: PlanConfig, console: Console, *, compile: Compile = make_plan
 
         found = explore(space.candidates, config, compile, deadline, on_change)
     ranked = rank(found.plans)
-    failed = [outcome for outcome in found.outcomes if outcome.plan is None]
+    failed = [outcome for outcome in found.outcomes if outcome.report is None]
     _show_ranking(ranked, failed, config, topology, console)
     _show_untried(found, console)
     if not ranked:
@@ -126,16 +121,15 @@ def train_settings(candidate: Candidate, shape: LlamaConfig, config: PlanConfig)
 
 
 def _report(outcome: Outcome) -> CompileReport:
-    assert outcome.plan is not None
-    return outcome.plan.report
+    assert outcome.report is not None
+    return outcome.report
 
 
 def _write_winner(winner: Outcome, shape: LlamaConfig, config: PlanConfig, console: Console) -> CompileReport:
-    assert winner.plan is not None
-    report = winner.plan.report
+    report = _report(winner)
     console.rule("the best plan" if report.fits else "nothing fits; the closest")
     show(report, console)
-    write_plan(config, winner.plan, console)
+    write_plan(winner.candidate.applied_to(config, files=True), report, console)
     if config.out is not None and report.fits:
         write_text(config.out, json.dumps(train_settings(winner.candidate, shape, config), indent=1) + "\n")
         console.print(f"wrote {config.out}; shardtorch train --config {config.out}", highlight=False, soft_wrap=True)
@@ -201,9 +195,9 @@ def _line(outcome: Outcome) -> str:
         f"{_name(candidate)}, remat {candidate.remat}, batch {candidate.global_batch_size} in "
         f"{candidate.microbatches}: "
     )
-    if outcome.plan is None:
+    if outcome.report is None:
         return text + outcome.reason
-    report = outcome.plan.report
+    report = outcome.report
     if not report.fits or report.predicted_step_s is None:
         return text + report.verdict
     rate = report.tokens_per_s_per_chip or 0.0
@@ -238,9 +232,9 @@ def _row(place: int, outcome: Outcome, price: float | None) -> list[str]:
     candidate = outcome.candidate
     row = [_name(candidate), candidate.remat, str(candidate.microbatches), str(candidate.global_batch_size)]
     empty = [""] * (price is not None)
-    if outcome.plan is None:
+    if outcome.report is None:
         return ["", *row, "", "", "", "", "", *empty, outcome.reason]
-    report = outcome.plan.report
+    report = outcome.report
     rate, mfu, step_s = report.tokens_per_s_per_chip, report.mfu(), report.predicted_step_s
     row += ["yes" if report.fits else "no", f"{report.memory.total / 2**30:.2f}"]
     if rate is None or step_s is None:

@@ -44,19 +44,16 @@ class Candidate:
     estimate_s: float
     """A rough estimate of a step's time; see `estimate_s`. It decides only what is tried first."""
 
-    def applied_to(self, config: PlanConfig) -> PlanConfig:
-        """The settings that plan this and nothing else, and write no files."""
+    def applied_to(self, config: PlanConfig, *, files: bool = False) -> PlanConfig:
+        """The settings that plan this and nothing else; without `files`, they write none."""
         return replace(
-            config,
+            config if files else replace(config, json=None, html=None, timeline=None),
             mesh=_text(self.mesh.shape),
             dcn=_text({axis: factor for axis, factor in self.mesh.dcn.items() if factor > 1}),
             remat=self.remat,
             microbatches=self.microbatches,
             global_batch_size=self.global_batch_size,
             search=False,
-            json=None,
-            html=None,
-            timeline=None,
             out=None,
         )
 

@@ -1,7 +1,8 @@
 """Compilations in processes of their own: a few at a time, until a deadline, and none that outlives the search."""
 
+import importlib
+import json
 import os
-import pickle
 import subprocess
 import sys
 import tempfile
@@ -10,16 +11,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from shardtorch.config import PlanConfig
+from shardtorch.aot import CompileReport
+from shardtorch.config import PlanConfig, typed_settings
 from shardtorch.errors import ShardtorchError
-from shardtorch.run._plan import Plan
 from shardtorch.run._search_space import Candidate
 
-Compile = Callable[[PlanConfig], Plan]
-"""A function of a module, which a process can import."""
+Compile = Callable[[PlanConfig], CompileReport]
+"""A function of a module, which a process can import by its name."""
 
 _MAX_RUNNING = 2
 _WORKER_BYTES = 6 * 2**30
@@ -32,9 +33,9 @@ class Outcome:
     """What became of a configuration."""
 
     candidate: Candidate
-    plan: Plan | None
+    report: CompileReport | None
     reason: str = ""
-    """Why there is no plan, in words."""
+    """Why there is no report, in words."""
     seconds: float = 0.0
     """How long it took, with starting its process."""
 
@@ -57,7 +58,7 @@ class Exploration:
     @property
     def plans(self) -> list[Outcome]:
         """Those that were compiled."""
-        return [outcome for outcome in self.outcomes if outcome.plan is not None]
+        return [outcome for outcome in self.outcomes if outcome.report is not None]
 
 
 class Worker:
@@ -66,7 +67,7 @@ class Worker:
     def __init__(self, candidate: Candidate, config: PlanConfig, compile: Compile, folder: Path) -> None:
         self.candidate = candidate
         self._started = time.monotonic()
-        self._result = folder / f"{id(self)}-{self._started}.plan"
+        self._result = folder / f"{id(self)}-{self._started}.json"
         self._messages = self._result.with_suffix(".txt")
         with self._messages.open("wb") as messages:
             # A session of its own, so that Ctrl-C comes to the search alone, which then ends its workers.
@@ -80,7 +81,8 @@ class Worker:
             )
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # if it has ended already, `outcome` says how
-            pickle.dump((compile, candidate.applied_to(config), self._result), self._process.stdin)
+            task = [compile.__module__, compile.__qualname__, asdict(candidate.applied_to(config)), self._result]
+            self._process.stdin.write(json.dumps(task, default=str).encode() + b"\n")
             self._process.stdin.flush()
 
     @property
@@ -100,10 +102,10 @@ class Worker:
         if code is None:
             return None
         seconds = time.monotonic() - self._started
-        plan = pickle.loads(self._result.read_bytes()) if code == 0 else None
-        reason = "" if plan is not None else self._reason(code)
+        report = CompileReport.from_json(self._result.read_text()) if code == 0 else None
+        reason = "" if report is not None else self._reason(code)
         self.end()
-        return Outcome(self.candidate, plan, reason, seconds)
+        return Outcome(self.candidate, report, reason, seconds)
 
     def end(self) -> None:
         """Ends the process, if it is running, and waits until it has."""
@@ -168,15 +170,17 @@ def explore(
 
 
 def work() -> None:
-    """The program of a worker: reads a function, its argument and a path from standard input; writes the result."""
-    compile, config, path = pickle.load(sys.stdin.buffer)
+    """The program of a worker: reads a function's name, its argument and a path from standard input; writes the
+    result."""
+    module, name, settings, path = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    config = PlanConfig(**typed_settings(PlanConfig, settings, "standard input"))
     try:
-        plan = compile(config)
+        report: CompileReport = getattr(importlib.import_module(module), name)(config)
     except ShardtorchError as error:
         print(f"{type(error).__name__}: {error.law} {error.got}", file=sys.stderr)
         sys.exit(2)
-    path.write_bytes(pickle.dumps(plan))
+    Path(path).write_text(report.to_json())
 
 
 def _end_with_parent() -> None:
@@ -202,5 +206,5 @@ def _free_bytes() -> int:
 
 def _is_hopeless(candidate: Candidate, plans: Sequence[Outcome]) -> bool:
     """Whether it needs no less memory than one that did not fit."""
-    too_large = (o.candidate for o in plans if o.plan is not None and not o.plan.report.fits)
+    too_large = (o.candidate for o in plans if o.report is not None and not o.report.fits)
     return any(candidate.needs_no_less_than(other) for other in too_large)

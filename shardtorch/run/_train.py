@@ -22,7 +22,7 @@ from shardtorch.fsdp import fully_shard
 from shardtorch.mesh import Mesh, NamedSharding, SliceTopology
 from shardtorch.models import LlamaConfig
 from shardtorch.run._generate import sample
-from shardtorch.run._model import batch_spec, build_model, fit_to_engine, loss_chunks, model_config
+from shardtorch.run._model import batch_spec, build_model, check_seq_len, fit_to_engine, loss_chunks, model_config
 from shardtorch.train import (
     Batch,
     Corpus,
@@ -66,12 +66,7 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
     """
     console = console or Console()
     shape = model_config(config.model)
-    if config.seq_len > shape.max_seq_len:
-        raise ConfigError(
-            f"{config.model} reads at most {shape.max_seq_len} tokens.",
-            got=f"seq_len={config.seq_len}",
-            fix=f"use --seq-len {shape.max_seq_len}.",
-        )
+    check_seq_len(config.model, shape, config.seq_len)
     resume_from = _resume_from(config)
     mesh = config.parse_mesh()
     if mesh.is_bound:  # says what doesn't fit before anything starts

@@ -29,7 +29,7 @@ from shardtorch.mesh import Mesh, NamedSharding, SliceTopology
 from shardtorch.models import PRESETS
 from shardtorch.run import _search_space
 from shardtorch.run._model import batch_spec, build_model
-from shardtorch.run._plan import Plan, make_plan
+from shardtorch.run._plan import make_plan
 from shardtorch.run._search import rank, search, train_settings
 from shardtorch.run._search_space import Candidate, Space, least_bytes, meshes, search_space
 from shardtorch.run._search_workers import Exploration, Outcome, explore
@@ -142,9 +142,9 @@ def candidate_of(**changes: object) -> Candidate:
     return Candidate(**(fields | changes), least_bytes=0, likely_bytes=0, estimate_s=1.0)  # pyright: ignore
 
 
-def plan_of(config: PlanConfig, *, step_s: float = 1.0, num_bytes: int = 2**30, limit: int = 2**31) -> Plan:
+def plan_of(config: PlanConfig, *, step_s: float = 1.0, num_bytes: int = 2**30, limit: int = 2**31) -> CompileReport:
     fits = num_bytes <= limit
-    report = CompileReport(
+    return CompileReport(
         title="made up",
         topology=config.topology,
         mesh=config.mesh,
@@ -160,13 +160,12 @@ def plan_of(config: PlanConfig, *, step_s: float = 1.0, num_bytes: int = 2**30, 
         tokens_per_step=(config.global_batch_size or 8) * config.seq_len,
         model_flops=1e12,
     )
-    return Plan(report, {})
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4)), max_size=12))
 def test_ranking(kinds: list[tuple[int, int]]):
     outcomes = [Outcome(candidate_of(), plan_of(TINY, step_s=s, num_bytes=b * 2**30)) for s, b in kinds]
-    reports = [outcome.plan.report for outcome in rank(outcomes) if outcome.plan]
+    reports = [outcome.report for outcome in rank(outcomes) if outcome.report]
     assert len(reports) == len(kinds)
     assert [report.fits for report in reports] == sorted((b <= 2 for _, b in kinds), reverse=True)
     rates = [report.tokens_per_s_per_chip for report in reports if report.fits]
@@ -216,7 +215,7 @@ def test_nothing_that_can_fit_is_one_message():
 # ---- with processes ----
 
 
-def made_up(config: PlanConfig) -> Plan:
+def made_up(config: PlanConfig) -> CompileReport:
     """Plans, failures of several kinds, and steps that do not fit, by the size along `tensor` and the microbatches."""
     tensor = config.parse_mesh(4096).shape.get("tensor", 1)
     if tensor == 2:
@@ -230,7 +229,7 @@ def made_up(config: PlanConfig) -> Plan:
     return plan_of(config, step_s=config.microbatches)
 
 
-def first_then_stuck(config: PlanConfig) -> Plan:
+def first_then_stuck(config: PlanConfig) -> CompileReport:
     """Finishes the first time; then says that it has begun, in a file named after its process, and never ends."""
     try:
         (config.cache / "first").touch(exist_ok=False)
@@ -344,8 +343,8 @@ def test_the_bound_holds_for_what_the_compiler_says(tmp_path: Path):
     found = explore([every[v] for v in variants], config, make_plan, time.monotonic() + 600, lambda progress: None)
     assert len(found.plans) == len(variants), found.outcomes
     for outcome in found.plans:
-        assert outcome.plan is not None
-        memory = outcome.plan.report.memory
+        assert outcome.report is not None
+        memory = outcome.report.memory
         assert outcome.candidate.least_bytes <= memory.total - memory.code
         assert outcome.candidate.least_bytes > memory.parameters + memory.optimizer_state
 
