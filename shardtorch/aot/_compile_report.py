@@ -14,6 +14,7 @@ from shardtorch.aot._calibration import EFFICIENCY
 from shardtorch.aot._collectives import collectives_of
 from shardtorch.aot._cost import KERNEL_EFFICIENCY, LINK_EFFICIENCY, CoreCost, NetworkCost
 from shardtorch.aot._hlo import Module
+from shardtorch.aot._layout import layout_notes
 from shardtorch.aot._memory import advice_for_memory, memory_of, out_of_memory
 from shardtorch.aot._origins import Origins
 from shardtorch.aot._replication import involuntary_replications
@@ -123,6 +124,7 @@ def analyse(
         "hbm_bandwidth": topology.hbm_bandwidth,
         "trace_s": 0.0,
         "compile_s": compiled.compile_s,
+        "layout": layout_notes(lowered, kinds),
     }
     if isinstance(compiled, OutOfMemory):
         memory, buffers = out_of_memory(compiled, lowered, topology, kinds)

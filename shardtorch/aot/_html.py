@@ -43,8 +43,9 @@ def to_html(report: CompileReport, shardings: Shardings | None = None) -> str:
     ]
     if roofline := render_roofline(report):
         sections.append(_section("Predicted roofline of a chip", roofline))
-    if shardings:
-        sections.append(_section("What each device holds", render_mesh(shardings)))
+    layout = _list("ul", report.layout) if report.layout else ""
+    if shardings or layout:
+        sections.append(_section("What each device holds", f"{render_mesh(shardings) if shardings else ''}{layout}"))
     if report.collectives:
         sections.append(_section("Collectives", _collectives(report)))
     if report.buffers:

@@ -186,6 +186,8 @@ class CompileReport:
     events: tuple[Event, ...] = ()
     advice: tuple[str, ...] = ()
     """What would help, in the order of what it would bring."""
+    layout: tuple[str, ...] = ()
+    """What the plan did with parameters that one would not guess from the mesh."""
     assumptions: tuple[str, ...] = ()
     """What the predictions take for granted."""
 

@@ -12,7 +12,7 @@ from shardtorch.aot._quantities import bytes_text, seconds_text, share_text
 from shardtorch.aot._report import CompileReport, Origin
 
 _WIDE = 116  # columns from which a table has room for the source beside the module
-_NUM_LINES = 4  # of warnings, advice and assumptions, each
+_NUM_LINES = 4  # of warnings, advice, layout and assumptions, each
 _PARTS = {
     "parameter": ("parameters", "blue"),
     "gradient": ("gradients", "cyan"),
@@ -25,7 +25,8 @@ _CATEGORIES = {"compute": "blue", "memory": "green", "exposed communication": "r
 
 
 def show(report: CompileReport, console: Console) -> None:
-    """Prints a report: headline, memory, step time, largest of everything, warnings, advice, assumptions.
+    """Prints a report: headline, memory, step time, largest of everything, warnings, advice, layout,
+    assumptions.
 
     Args:
       report: What to show.
@@ -51,6 +52,7 @@ def show(report: CompileReport, console: Console) -> None:
     ]
     _list(console, "warnings", "yellow", warnings)
     _list(console, "advice", "green", report.advice)
+    _list(console, "how parameters lie", "cyan", report.layout)
     _list(console, "the predictions assume", "dim", report.assumptions)
 
 

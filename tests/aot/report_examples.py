@@ -359,6 +359,7 @@ def reports(draw: st.DrawFn) -> CompileReport:
                 st.builds(Event, name=text, start=_times(), duration=_times(), repeats=_repeats(), origin=origin)
             ),
             advice=_tuples(text),
+            layout=_tuples(text),
             assumptions=_tuples(text),
         )
     )

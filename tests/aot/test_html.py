@@ -68,6 +68,7 @@ def with_names(report: CompileReport, name: str) -> CompileReport:
         operations=renamed(report.operations),
         buffers=renamed(report.buffers, shape=name),
         advice=(name,),
+        layout=(name,),
         assumptions=(name,),
     )
 
