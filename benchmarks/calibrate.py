@@ -16,6 +16,7 @@ Times are compared per sequence and chip. Compiled steps are kept in ~/.cache/sh
 import argparse
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import multiprocessing
@@ -59,7 +60,7 @@ class Row:
     @property
     def measured(self) -> float | None:
         """Seconds per sequence and chip."""
-        if self.tokens_per_s_per_chip:
+        if self.tokens_per_s_per_chip and self.seq:
             return self.seq / self.tokens_per_s_per_chip
         if self.step_s and self.batch:
             return self.step_s * self.chips * self.slices / self.batch
@@ -116,7 +117,7 @@ def squarest_slice(chip: str, chips: int) -> str:
     shapes += [(a, b, c) for a in sides for b in sides for c in sides if a * b * c == chips and a <= b <= c]
     fitting = []
     for shape in shapes:
-        for order in {shape, shape[::-1]}:  # the odd side of a small v5p slice comes last
+        for order in set(itertools.permutations(shape)):  # an odd side of a v5p slice comes last
             try:
                 fitting.append(SliceTopology(chip, order))
             except TopologyError:

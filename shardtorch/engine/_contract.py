@@ -217,7 +217,11 @@ class Engine(Protocol):
 
     def in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The same values, none of which is used before all are there: what follows in the graph waits for what came
-        before. No gradient flows through it."""
+        before. No gradient flows through it.
+
+        Raises:
+          ShardingError: A tensor is not on the engine's device.
+        """
         ...
 
     def annotate(self, x: Tensor, sharding: NamedSharding) -> Tensor:

@@ -53,7 +53,7 @@ class ReferenceEngine(_contract.Engine):
         return x
 
     def in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return list(tensors)
+        return [x.detach() for x in tensors]
 
     def annotate(self, x: Tensor, sharding: NamedSharding) -> Tensor:
         return self.constrain(x, sharding)

@@ -239,9 +239,16 @@ class SliceTopology:
         """Where a device is: its slice, and its chip's place along each dim. The first dim varies fastest, as libtpu
         numbers them.
 
+        Raises:
+          TopologyError: There is no such device.
+
         >>> SliceTopology.parse("2 x v5e:4x8").place(37)
         (1, (1, 1))
         """
+        if not 0 <= device_id < self.num_devices:
+            raise TopologyError(
+                f"{self} has devices 0 to {self.num_devices - 1}.", got=f"device {device_id}", fix="use one of these."
+            )
         slice_index, rest = divmod(device_id // self.devices_per_chip, math.prod(self.ici_shape))
         places = []
         for size in self.ici_shape:

@@ -76,7 +76,7 @@ def chunked_cross_entropy(
         raise ValueError(
             f"the loss is reduced by a mean or a sum.\n  got: reduction={reduction!r}\n  fix: use 'mean' or 'sum'."
         )
-    if batch % num_groups[0] or seq // num_chunks % num_groups[1]:
+    if min(num_groups) < 1 or batch % num_groups[0] or seq // num_chunks % num_groups[1]:
         raise ValueError(
             "the numbers of groups must divide the batch and the positions of a chunk.\n"
             f"  got: {num_groups} groups, a batch of {batch}, {num_chunks} chunks of {seq // num_chunks}\n"

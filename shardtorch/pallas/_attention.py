@@ -13,9 +13,10 @@ _LANES = 128
 _BLOCKS = (1024, 512, 256, 128)
 """Rows of a block; the largest is taken that divides the sequence and fits. 2048 need more VMEM than a kernel gets by
 default, even of 128 bfloat16 columns."""
-_BLOCK_BYTES = 2**19
-"""Of a block of q, k or v. Forward and backward, libtpu 0.0.40 compiles blocks of 1024 x 128 in float32 and 1024 x 256
-in bfloat16 for every generation, but not 1024 x 256 in float32 for v5e."""
+_BLOCK_WORK = 2**28
+"""Most that rows times bytes of a block of q, k or v may be, as scores grow with the square of rows. With libtpu 0.0.40
+blocks of 1024 x 128 in bfloat16, and of 512 rows with 256 columns or in float32, compile forward and backward for every
+generation; twice the rows do not for v4."""
 
 
 def why_not_flash(seq_len: int, head_dim: int, num_kv_heads: int, mesh: Mesh, spec: SpecLike) -> str | None:
@@ -88,7 +89,7 @@ class FlashAttention(nn.Module):
         """Calls one of the two kernels."""
         q = tensors[0]
         row_bytes = q.shape[3] * q.element_size()
-        fitting = (block for block in _BLOCKS if q.shape[2] % block == 0 and block * row_bytes <= _BLOCK_BYTES)
+        fitting = (block for block in _BLOCKS if q.shape[2] % block == 0 and block**2 * row_bytes <= _BLOCK_WORK)
         block = next(fitting, _LANES)
         interpret = self._engine.inventory().platform != "tpu"
         heads, rows = self._spec, PartitionSpec(*self._spec.entries[:2])

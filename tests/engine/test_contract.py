@@ -1,5 +1,6 @@
 """What every engine does, the reference first. Values are compared with plain eager torch on the CPU."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -7,12 +8,13 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_xla
 from assertions import assert_lies_as, assert_read_once_per_box
 from meshes import MESHES
 from torch import Tensor
 
-from shardtorch.engine import Engine, Index
-from shardtorch.errors import ShardingError, ShardtorchError
+from shardtorch.engine import Engine, Index, Kernel
+from shardtorch.errors import EngineUnavailableError, ShardingError, ShardtorchError
 from shardtorch.mesh import Mesh, NamedSharding, P
 
 MESH = Mesh(fsdp=4, tensor=2)
@@ -447,6 +449,322 @@ def test_no_gradient_flows_to_constants(engine: Engine):
     ]
     with pytest.raises(ShardtorchError, match="a constant of a scan must not require a gradient"):
         engine.scan(layer.body, place(engine, x), {"a": place(engine, weights["a"])}, constants, remat=False)
+
+
+# call_kernel
+
+KERNEL_MESHES = [*MESHES, Mesh(data=2, fsdp=4, dcn={"fsdp": 2})]
+"""The last one's devices are 0, 1, 4, 5 along its first row: not in row-major order."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """Of rows and columns, and a number that tells which pieces a device had."""
+
+    scale: float = 1.0
+
+    def __call__(self, x, w):
+        return self.scale * (x @ w), (x.sum() + 1000 * w.sum()).reshape(1)
+
+
+def product_kernel(mesh: Mesh, scale: float = 1.0) -> Kernel:
+    """`x` cut into rows over all axes but the last, `w` into columns over the last."""
+    rows, columns = mesh.axis_names[:-1] or None, mesh.axis_names[-1]
+    specs = (P(rows), P(None, columns))
+    return Kernel("product", Product(scale), mesh, specs, (P(rows, columns), P(mesh.axis_names)))
+
+
+def placed_factors(engine: Engine, mesh: Mesh, *, as_specified: bool = True) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Whole numbers that float32 adds exactly, and the same on the mesh, as the kernel wants them or another way."""
+    x, w = numbers((8, 8)), numbers((8, 16)) % 7
+    wanted = product_kernel(mesh).in_specs
+    specs = wanted if as_specified else (P(None, mesh.axis_names), P(mesh.axis_names))
+    return x, w, place(engine, x, mesh, specs[0]), place(engine, w, mesh, specs[1])
+
+
+def assert_is_product(found: Sequence[Tensor], x: Tensor, w: Tensor, mesh: Mesh, engine: Engine, scale: float) -> None:
+    """Value and sharding, and each device has worked on the pieces that the specs give it."""
+    kernel = product_kernel(mesh)
+    pieces = torch.zeros(8)
+    x_of, w_of, place_of = (
+        NamedSharding(mesh, spec).index_ranges(shape)
+        for spec, shape in zip((*kernel.in_specs, kernel.out_specs[1]), ((8, 8), (8, 16), (8,)), strict=True)
+    )
+    for device, index in place_of.items():
+        pieces[index] = x[x_of[device]].sum() + 1000 * w[w_of[device]].sum()
+    assert len(found) == 2
+    for y, want, spec in zip(found, (scale * (x @ w), pieces), kernel.out_specs, strict=True):
+        assert_lies_as(y, NamedSharding(mesh, spec), want, engine)
+
+
+@pytest.mark.parametrize("mesh", KERNEL_MESHES, ids=str)
+def test_a_kernel_gets_the_pieces_of_its_specs(xla: Engine, mesh: Mesh):
+    x, w, *placed = placed_factors(xla, mesh)
+    assert_is_product(xla.call_kernel(product_kernel(mesh), placed), x, w, mesh, xla, 1.0)
+
+
+@pytest.mark.parametrize("mesh", [KERNEL_MESHES[1], KERNEL_MESHES[-1]], ids=str)
+def test_what_lies_another_way_is_moved_to_where_a_kernel_wants_it(xla: Engine, mesh: Mesh):
+    x, w, *placed = placed_factors(xla, mesh, as_specified=False)
+    assert_is_product(xla.call_kernel(product_kernel(mesh), placed), x, w, mesh, xla, 1.0)
+
+
+@pytest.mark.parametrize("mesh", [KERNEL_MESHES[1], KERNEL_MESHES[-1]], ids=str)
+def test_a_kernel_in_a_compiled_step(xla: Engine, mesh: Mesh):
+    x, w, *placed = placed_factors(xla, mesh)
+
+    @xla.compile
+    def step(x: Tensor, w: Tensor) -> list[Tensor]:
+        (y, _), (_, pieces) = (xla.call_kernel(product_kernel(mesh, scale), [x, w]) for scale in (2.0, 3.0))
+        return [y + 1 - 1, pieces]
+
+    assert_is_product(step(*placed), x, w, mesh, xla, 2.0)
+    num_compiles = xla.num_compiles()
+    assert_is_product(step(*placed), x, w, mesh, xla, 2.0)
+    assert xla.num_compiles() == num_compiles
+
+
+def test_equal_kernels_are_traced_once(xla: Engine):
+    traced = []
+
+    @dataclass(frozen=True)
+    class Double:
+        def __call__(self, x):
+            traced.append(x.shape)
+            return (x + x,)
+
+    def call(x: Tensor) -> None:
+        kernel = Kernel("double", Double(), MESH, (P("fsdp"),), (P("fsdp"),))
+        (y,) = xla.call_kernel(kernel, [x])
+        assert torch.equal(y.cpu(), 2 * x.cpu())
+
+    for rows in (8, 8, 16, 8):
+        call(place(xla, numbers((rows, 2))))
+    assert set(traced) == {(2, 2), (4, 2)}
+    num_traced = len(traced)
+    call(place(xla, numbers((8, 2))))
+    assert len(traced) == num_traced
+
+
+class _Multiply(torch.autograd.Function):
+    """`x @ w` by a kernel, and backward by two more."""
+
+    @staticmethod
+    def forward(ctx, engine: Engine, mesh: Mesh, x: Tensor, w: Tensor) -> Tensor:
+        ctx.engine, ctx.mesh = engine, mesh
+        ctx.save_for_backward(x, w)
+        return engine.call_kernel(product_kernel(mesh), [x, w])[0]
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):  # type: ignore
+        x, w = ctx.saved_tensors
+        kernel = product_kernel(ctx.mesh)
+        x_grad, _ = ctx.engine.call_kernel(kernel, [grad, w.T])
+        w_grad, _ = ctx.engine.call_kernel(kernel, [x.T, grad])
+        return None, None, x_grad, w_grad
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["save", "remat"])
+@pytest.mark.parametrize("mesh", [KERNEL_MESHES[1], KERNEL_MESHES[6], KERNEL_MESHES[-1]], ids=str)
+def test_kernels_in_a_scan(xla: Engine, mesh: Mesh, remat: bool):
+    layer = Layer(lambda x, w: torch.tanh(x @ w["a"]), {"a": (8, 8)}, x=(8, 8))
+
+    def body(x: Tensor, weights: dict[str, Tensor]) -> Tensor:
+        y = _Multiply.apply(xla, mesh, x, weights["a"])
+        assert isinstance(y, Tensor)
+        return torch.tanh(y)
+
+    assert_scan_equals_loop(xla, layer, *inputs(layer), remat=remat, body=body, mesh=mesh, spec=P(mesh.axis_names))
+
+
+@dataclass(frozen=True)
+class Keep:
+    def __call__(self, x, chosen):
+        return x * chosen.astype(x.dtype), chosen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool], ids=str)
+def test_the_dtypes_of_kernels(xla: Engine, dtype: torch.dtype):
+    x, chosen = (numbers((8, 2)) % 3).to(dtype), numbers((8,)) % 2 == 0
+    rows = NamedSharding(MESH, P("fsdp"))
+    kernel = Kernel("keep", Keep(), MESH, (P("fsdp"), P()), (P("fsdp"), P()))
+    found, same = xla.call_kernel(kernel, [place(xla, x, spec=P("fsdp")), place(xla, chosen[:2])])
+    want = x * chosen[:2].to(dtype)
+    assert_lies_as(found, rows, want, xla)
+    assert_lies_as(same, NamedSharding(MESH, P()), chosen[:2], xla)
+
+
+LAW = "product: a kernel takes"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda x, w: [x],
+            rf"{LAW} one tensor per spec, and at least one.\n  got: 1 tensors, 2 specs\n  fix: pass as many",
+        ),
+        (lambda x, w: [], rf"{LAW} one tensor per spec, and at least one.\n  got: 0 tensors, 2 specs"),
+        (lambda x, w: [x, 2.0], rf"{LAW} tensors on the engine's device(.|\n)*got: argument 1: 2.0\n"),
+        (lambda x, w: [x, w, w], rf"{LAW} one tensor per spec, and at least one.\n  got: 3 tensors, 2 specs"),
+        (
+            lambda x, w: [x[:6], w],
+            r"product: argument 0: dim 0 has size 6, not divisible by mesh axis 'fsdp' of size 4",
+        ),
+        (lambda x, w: [x, w[:, :3]], r"product: argument 1: dim 1 has size 3, not divisible by mesh axis 'tensor' of"),
+        (lambda x, w: [x, w[0]], r"product: argument 1: the tensor has 1 dims, and its spec 2 entries"),
+        (
+            lambda x, w: [x, w.cpu()],
+            rf"{LAW} tensors on the engine's device(.|\n)*got: argument 1: torch.float32 on cpu",
+        ),
+        (lambda x, w: [x.to("meta"), w], rf"{LAW} tensors on the engine's device(.|\n)*got: argument 0: .* on meta"),
+        (lambda x, w: [x, w.long()], r"of float32, bfloat16, int32, bool.\n  got: argument 1: torch.int64 on xla"),
+    ],
+    ids=["too few", "none", "no tensor", "too many", "rows", "columns", "rank", "on the CPU", "meta", "dtype"],
+)
+def test_what_a_kernel_does_not_take(xla: Engine, make: Callable[..., list[Tensor]], message: str):
+    _, _, x, w = placed_factors(xla, MESH)
+    with pytest.raises(ShardingError, match=message):
+        xla.call_kernel(product_kernel(MESH), make(x, w))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, w: (x @ w,),
+        lambda x, w: x @ w,
+        lambda x, w: (x @ w, x.sum()),
+        lambda x, w: (x @ w, x.sum(0, keepdims=True).astype("float16")),
+    ],
+    ids=["too few", "no tuple", "rank", "dtype"],
+)
+def test_a_kernel_returns_what_its_specs_say(xla: Engine, fn: Callable):
+    _, _, x, w = placed_factors(xla, MESH)
+    specs = product_kernel(MESH)
+    message = (
+        r"product: a kernel returns a tuple with an array for each of its out_specs(.|\n)*fix: make fn and out_specs"
+    )
+    with pytest.raises(ShardingError, match=message):
+        xla.call_kernel(Kernel("product", fn, MESH, specs.in_specs, specs.out_specs), [x, w])
+    assert_is_product(xla.call_kernel(specs, [x, w]), x.cpu(), w.cpu(), MESH, xla, 1.0)  # and nothing is left of it
+
+
+def test_what_a_kernel_raises_is_raised(xla: Engine):
+    def fn(x):
+        raise KeyError("block")
+
+    with pytest.raises(KeyError, match="block"):
+        xla.call_kernel(Kernel("broken", fn, MESH, (P(),), (P(),)), [place(xla, numbers((8, 2)))])
+
+
+def test_no_gradient_flows_through_a_kernel(xla: Engine):
+    _, _, x, w = placed_factors(xla, MESH)
+    y, _ = xla.call_kernel(product_kernel(MESH), [x.requires_grad_(), w])
+    with pytest.raises(RuntimeError, match=r"backward through shardtorch.kernel"):
+        y.sum().backward()
+
+
+def test_the_reference_engine_runs_no_kernels(reference: Engine):
+    _, _, x, w = placed_factors(reference, MESH)
+    with pytest.raises(EngineUnavailableError, match=r"plain torch, and no kernels(.|\n)*got: the kernel product"):
+        reference.call_kernel(product_kernel(MESH), [x, w])
+
+
+# in_order
+
+
+def test_in_order_gives_the_same_values(engine: Engine):
+    sharding, want = NamedSharding(MESH, P("fsdp", "tensor")), numbers((8, 4))
+    x = place(engine, want, spec=sharding.spec)
+    others = [numbers((3,), torch.int32), torch.tensor(True), numbers((2, 3), torch.bfloat16), torch.tensor(0.5)]
+    found = engine.in_order([x, *(place(engine, other) for other in others), x])
+    assert len(found) == 6
+    for y in (found[0], found[-1]):
+        assert_lies_as(y, sharding, want, engine)
+    for y, other in zip(found[1:-1], others, strict=True):
+        assert y.dtype == other.dtype
+        assert torch.equal(y.cpu(), other)
+    assert engine.in_order([]) == []
+
+
+def test_in_order_leaves_its_tensors_as_they_are(engine: Engine):
+    @engine.compile
+    def step(x: Tensor) -> list[Tensor]:
+        first = x * 2
+        (later, _) = engine.in_order([x, first])
+        return [x + later, first]
+
+    x = place(engine, numbers((8, 4)), spec=P("fsdp"))
+    found = step(x)
+    assert torch.equal(found[0].cpu(), 2 * numbers((8, 4)))
+    assert torch.equal(found[1].cpu(), 2 * numbers((8, 4)))
+    assert torch.equal(x.cpu(), numbers((8, 4)))
+
+
+def test_in_order_within_a_function_of_autograd(engine: Engine):
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor) -> Tensor:
+            (x, *_) = engine.in_order([x, x + 1])
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, grad: Tensor) -> Tensor:  # type: ignore
+            (x, grad) = engine.in_order([*ctx.saved_tensors, grad])
+            return 2 * x * grad
+
+    values = randn(8, 4)
+    x = place(engine, values.clone().requires_grad_(), spec=P("fsdp"))
+    y = Square.apply(x)
+    assert isinstance(y, Tensor)
+    y.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.cpu(), 2 * values)
+
+
+def operands(text: str) -> dict[str, tuple[str, list[str]]]:
+    """The operation and operands of each value of an HLO text, by name."""
+    found = {}
+    for name, kind, rest in re.findall(
+        r"^ *(?:ROOT )?(%[\w.\-]+) = (?:\(.*?\)|\S+) ([\w\-]+)\((.*)$", text, re.MULTILINE
+    ):
+        found[name] = kind, re.findall(r"%[\w.\-]+", rest)
+    return found
+
+
+def test_no_gradient_flows_through_in_order(engine: Engine):
+    (x,) = engine.in_order([place(engine, randn(8, 4).requires_grad_())])
+    assert not x.requires_grad
+
+
+def test_in_order_takes_what_is_on_the_devices(xla: Engine):
+    with pytest.raises(
+        ShardingError, match=r"on the engine's device.\n  got: tensor 1: shape \(2,\) on cpu\n  fix: move"
+    ):
+        xla.in_order([place(xla, randn(8, 4)), torch.ones(2)])
+
+
+def test_what_follows_in_order_waits_for_what_came_before(xla: Engine):
+    """In the graph, a product comes after a sine that it does not use."""
+    x = place(xla, randn(8, 4), spec=P("fsdp"))
+
+    def depends_on(y: Tensor, kind: str) -> bool:
+        values = operands(torch_xla._XLAC._get_xla_tensors_hlo([y]))
+        (start,) = (name for name, (found, _) in values.items() if found == "cosine")
+        reached, ahead = set(), [start]
+        while ahead:
+            name = ahead.pop()
+            reached.add(values[name][0])
+            ahead += values[name][1]
+        assert "parameter" in reached
+        return kind in reached
+
+    first = x.sin()
+    later, first = xla.in_order([x, first])
+    assert depends_on(later.cos() + first, "sine")
+    assert not depends_on(x.cos() + x.sin(), "sine")  # where nothing was put in order
+    xla.sync()
 
 
 # compile, local_shards, sync

@@ -46,7 +46,14 @@ class TorchXlaEngine(_contract.Engine):
         return _annotate.constrain(x, sharding)
 
     def in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        return in_order(list(tensors))
+        for number, x in enumerate(tensors):
+            if x.device.type != "xla":
+                raise ShardingError(
+                    "an order is kept of tensors on the engine's device.",
+                    got=f"tensor {number}: shape {tuple(x.shape)} on {x.device}",
+                    fix="move it there with .to(engine.device).",
+                )
+        return in_order([x.detach() for x in tensors])
 
     def annotate(self, x: Tensor, sharding: NamedSharding) -> Tensor:
         traced = _trace.is_tracing() or type(x) not in (Tensor, torch.nn.Parameter)

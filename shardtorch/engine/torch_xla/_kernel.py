@@ -36,17 +36,17 @@ _numbers: dict[tuple[Kernel, str], int] = {}
 
 def call_kernel(kernel: Kernel, tensors: Sequence[Tensor], platform: str) -> list[Tensor]:
     """See `Engine.call_kernel`."""
-    if len(tensors) != len(kernel.in_specs):
+    if len(tensors) != len(kernel.in_specs) or not tensors:
         raise ShardingError(
-            f"{kernel.name}: a kernel takes one tensor per spec.",
+            f"{kernel.name}: a kernel takes one tensor per spec, and at least one.",
             got=f"{len(tensors)} tensors, {len(kernel.in_specs)} specs",
             fix="pass as many tensors as in_specs has entries.",
         )
     for number, (x, spec) in enumerate(zip(tensors, kernel.in_specs, strict=True)):
-        if x.dtype not in _DTYPES or x.device.type != "xla":
+        if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.device.type != "xla":
             raise ShardingError(
                 f"{kernel.name}: a kernel takes tensors on the engine's device, of {', '.join(_DTYPES.values())}.",
-                got=f"argument {number}: {x.dtype} on {x.device}",
+                got=f"argument {number}: " + (f"{x.dtype} on {x.device}" if isinstance(x, Tensor) else repr(x)),
                 fix="convert it first.",
             )
         NamedSharding(kernel.mesh, spec).validate(tuple(x.shape), f"{kernel.name}: argument {number}")
@@ -84,16 +84,32 @@ def _lower(kernel: Kernel, platform: str, avals: tuple[tuple[tuple[int, ...], to
         check_vma=False,
     )
     structs = [jax.ShapeDtypeStruct(shape, _DTYPES[dtype]) for shape, dtype in avals]
-    exported = jax.export.export(jax.jit(local, keep_unused=True), platforms=[platform])(*structs)
+    try:
+        exported = jax.export.export(jax.jit(local, keep_unused=True), platforms=[platform])(*structs)
+    except ValueError as error:
+        if "out_specs" not in str(error):
+            raise
+        raise _wrong_results(kernel, str(error)) from error
+    dtypes = {name: dtype for dtype, name in _DTYPES.items()}
+    if any(str(aval.dtype) not in dtypes for aval in exported.out_avals):
+        raise _wrong_results(kernel, ", ".join(str(aval.dtype) for aval in exported.out_avals))
     from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
 
     mlir: Any = xla_client._xla.mlir  # pyright: ignore[reportPrivateImportUsage]
     hlo = mlir.mlir_module_to_xla_computation(exported.mlir_module(), return_tuple=True)
     computation = xb.computation_from_module_proto(kernel.name, hlo.as_serialized_hlo_module_proto())
-    dtypes = {name: dtype for dtype, name in _DTYPES.items()}
     return _Lowered(
         xb.xla_computation_as_func(computation, kernel.name),
         tuple((tuple(aval.shape), dtypes[str(aval.dtype)]) for aval in exported.out_avals),
+    )
+
+
+def _wrong_results(kernel: Kernel, got: str) -> ShardingError:
+    return ShardingError(
+        f"{kernel.name}: a kernel returns a tuple with an array for each of its out_specs, of as many dims or more, "
+        f"and of {', '.join(_DTYPES.values())}.",
+        got=got.splitlines()[0],
+        fix="make fn and out_specs agree.",
     )
 
 
