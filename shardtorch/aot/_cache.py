@@ -9,10 +9,11 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 
 from shardtorch.engine import Lowered
-from shardtorch.engine.libtpu import Compiled, OutOfMemory, compile_for, libtpu_version
+from shardtorch.engine.libtpu import Compiled, OutOfMemory, compile_for, graph_text, libtpu_version
 from shardtorch.errors import ConfigError
 from shardtorch.mesh import SliceTopology
 
@@ -21,10 +22,11 @@ _KINDS = {"compiled": Compiled, "out of memory": OutOfMemory}
 
 def cache_key(lowered: Lowered, topology: SliceTopology, flags: Mapping[str, str] | None) -> str:
     """What identifies a compilation."""
-    digest = hashlib.sha256(lowered.hlo)
+    digest = hashlib.sha256(graph_text(lowered).encode())
     shardings = [(a.name, str(a.sharding), a.result) for a in lowered.arguments]
     results = [str(sharding) for sharding in lowered.result_shardings]
-    facts = [shardings, results, str(topology), sorted((flags or {}).items()), libtpu_version()]
+    versions = [libtpu_version(), version("jaxlib"), version("shardtorch")]
+    facts = [shardings, results, str(topology), sorted((flags or {}).items()), versions]
     digest.update(json.dumps(facts).encode())
     return digest.hexdigest()
 
@@ -44,8 +46,8 @@ def cached_compile(
         return kept
     with _explained(folder):  # before a minute of compiling
         folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError("no permission to write in it")
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     result = compile_for(lowered, topology, flags)
     kind = "compiled" if isinstance(result, Compiled) else "out of memory"
     text = gzip.compress(json.dumps({"kind": kind} | asdict(result)).encode(), compresslevel=4)

@@ -202,7 +202,8 @@ class NetworkCost:
             return self._permute_route(groups or [])
         key = None if groups is None else tuple(groups[0])
         if key not in self._routes:
-            self._routes[key] = self._route(list(range(self._mesh.size)) if key is None else list(key))
+            one_slice = self._mesh.size // self._topology.num_slices  # a program is that of one slice
+            self._routes[key] = self._route(range(one_slice) if key is None else key)
         return self._routes[key]
 
     def seconds(self, kind: str, num_bytes: int, route: Route) -> float:
@@ -279,4 +280,6 @@ class NetworkCost:
     def _axes(self, group: Sequence[int]) -> tuple[str, ...]:
         places = [self._mesh.coordinates(device) for device in group]
         axes = tuple(axis for axis in self._mesh.axis_names if len({place[axis] for place in places}) > 1)
-        return axes if self._mesh.axis_size(axes) == len(group) else ()
+        # Of an axis that spans slices, a group may have the part in one slice, or the part over slices.
+        parts = (self._mesh.shape, self._mesh.ici, self._mesh.dcn)
+        return axes if any(math.prod(part[axis] for axis in axes) == len(group) for part in parts) else ()

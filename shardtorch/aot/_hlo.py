@@ -18,7 +18,7 @@ _BITS = {"pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16":
          "s64": 64, "u64": 64, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f8e4m3fn": 8,
          "f8e5m2": 8, "f8e4m3": 8, "f8e4m3b11fnuz": 8, "f8e3m4": 8, "f4e2m1fn": 4, "f8e8m0fnu": 8}  # fmt: skip
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)((?::[^}]*)?)\})?")
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (.*)")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.\-]+) = (.*)")
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"(calls|condition|body|to_apply|true_computation|false_computation)=%([\w.\-]+)")
@@ -103,6 +103,8 @@ class Computation:
     name: str
     instructions: tuple[Instruction, ...]
     """In the order in which they run."""
+    root: Instruction
+    """What it returns, which need not be the last to run."""
 
     @cached_property
     def by_name(self) -> Mapping[str, Instruction]:
@@ -115,6 +117,8 @@ class Module:
 
     computations: Mapping[str, Computation]
     entry: Computation
+    num_partitions: int
+    """Devices that its own ids number: those of one slice."""
 
     @classmethod
     def parse(cls, text: str) -> "Module":
@@ -126,18 +130,21 @@ class Module:
         computations: dict[str, Computation] = {}
         entry = name = None
         lines: list[Instruction] = []
+        root = -1
         for line in text.splitlines():
             if (match := _COMPUTATION.match(line)) is not None:
-                name, lines = match[2], []
+                name, lines, root = match[2], [], -1
                 entry = name if match[1] else entry
             elif line.startswith("}") and name is not None:
-                computations[name] = Computation(name, tuple(lines))
+                computations[name] = Computation(name, tuple(lines), lines[root])
                 name = None
             elif name is not None and (match := _INSTRUCTION.match(line)) is not None:
-                lines.append(_instruction(match[1], match[2]))
+                root = len(lines) if match[1] else root
+                lines.append(_instruction(match[2], match[3]))
         if entry is None:
             raise ValueError("an HLO module has an entry computation")
-        return cls(computations, computations[entry])
+        partitions = re.search(r"^HloModule .*\bnum_partitions=(\d+)", text)
+        return cls(computations, computations[entry], int(partitions[1]) if partitions else 1)
 
     def trip_count(self, loop: Instruction) -> int:
         """How often a while loop runs: the constant that its condition compares with, over what its body adds to the
@@ -150,9 +157,9 @@ class Module:
         limit = max(_integers(self._all(condition)), default=1)
         counter = next((part for part in condition.instructions if part.opcode == "get-tuple-element"), None)
         index = None if counter is None else re.search(r"index=(\d+)", counter.attributes)
-        if index is None:
+        if index is None or body.root.opcode != "tuple":
             return limit
-        update = body.by_name[body.instructions[-1].operands[int(index[1])]]  # the last one is the result
+        update = body.by_name[body.root.operands[int(index[1])]]
         addends = [body.by_name[name] for name in update.operands] + self.inner(update)
         step = max(_integers(addends), default=1) if update.opcode in ("add", "fusion") else 1
         return math.ceil(limit / step)

@@ -2,7 +2,9 @@
 
 Operations run on the core in the order of the schedule. What the compiler started beside them (a copy between HBM and
 vector memory, a collective with a start and an end, or one that it fused with other work) goes on meanwhile, and the
-core waits where its result is needed. A loop's body is walked once, and counts as often as it runs.
+core waits where its result is needed. A network carries one collective after the other, so the core may wait for an
+earlier one too; the one between slices goes on beside the one within. A loop's body is walked once, from networks that
+are free, and counts as often as it runs.
 """
 
 from collections.abc import Mapping
@@ -10,10 +12,15 @@ from dataclasses import dataclass, field
 
 from shardtorch.aot._cost import COLLECTIVES, CoreCost, NetworkCost, Route
 from shardtorch.aot._hlo import Computation, Instruction, Module
+from shardtorch.aot._slices import collective_over_slices
 
 _FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "after-all",
-         "iota", "copy-start", "opt-barrier", "domain", "add-dependency", "bitcast-convert"}  # fmt: skip
+         "iota", "opt-barrier", "domain", "add-dependency", "bitcast-convert"}  # fmt: skip
 """Opcodes that take no time of their own."""
+_FREE_CALLS = ("AllocateBuffer", "ConcatBitcast")
+"""Custom calls that only say where a value lies."""
+_ASYNC_FUSION = ("AsyncCollectiveStart", "AsyncCollectiveDone")
+"""Custom calls of fusions that only start or await a collective that other fusions carry on."""
 _WRAPPERS = ("async-start", "call-start")
 
 
@@ -71,12 +78,36 @@ class Schedule:
 
 
 @dataclass
+class _Network:
+    """One network, under way."""
+
+    free: float
+    """When the next collective can begin."""
+    sent: list[tuple[float, float, NetworkUse]] = field(default_factory=list)
+    """When each collective that may not have ended begins and ends."""
+
+
+@dataclass
 class _Pending:
     """Something under way beside the core."""
 
     done: float
-    use: NetworkUse | None
+    network: _Network | None
     """None for a copy."""
+
+
+class _Beside:
+    """What goes on beside the core, which nothing does at first."""
+
+    def __init__(self, now: float) -> None:
+        self.copies_free = now
+        self.ici, self.dcn = _Network(now), _Network(now)
+
+    def wait_until(self, now: float) -> None:
+        """Lets nothing new begin before then."""
+        self.copies_free = max(now, self.copies_free)
+        for network in (self.ici, self.dcn):
+            network.free = max(now, network.free)
 
 
 class Simulation:
@@ -95,48 +126,46 @@ class Simulation:
     def run(self) -> Schedule:
         """The whole step."""
         self._result = Schedule()
-        self._result.seconds = self._walk(self._module.entry, 0.0, 1)
+        self._result.seconds = self._walk(self._module.entry, 0.0, 1, _Beside(0.0))
         return self._result
 
-    def _walk(self, computation: Computation, now: float, times: int) -> float:
+    def _walk(self, computation: Computation, now: float, times: int, beside: _Beside) -> float:
         """Runs a computation from `now`, each of its operations `times` times, and returns when it ends."""
         pending: dict[str, _Pending] = {}
+        halves: dict[str, Instruction] = {}
         last_use = self._last_use_of_channels(computation)
-        copies_free = network_free = now
         for instruction in computation.instructions:
             opcode, name = instruction.opcode, instruction.name
             if opcode == "while":
-                trips = self._module.trip_count(instruction)
-                body = self._module.computations[instruction.called["body"]]
-                start, first = now, len(self._result.spans)
-                period = self._walk(body, start, times * trips) - start
-                for span in self._result.spans[first:]:
-                    span.repeats = ((trips, period), *span.repeats)
-                now = start + period * trips
-                copies_free = network_free = now
+                now = self._loop(instruction, now, times)
+                beside.wait_until(now)
             elif opcode in ("call", "conditional"):
                 branches = [self._module.computations[called] for called in instruction.called.values()]
                 if len(branches) > 1:  # one of them runs: the one that takes longest
                     branches = [max(branches, key=self._duration)]
                 for branch in branches:
-                    now = self._walk(branch, now, times)
-            elif opcode in ("copy-start", "slice-start"):
-                copies_free = max(now, copies_free) + self._core.copy_seconds(self._moved(instruction))
-                pending[name] = _Pending(copies_free, None)
+                    now = self._walk(branch, now, times, beside)
             elif (kind := _collective(opcode)) is not None and not opcode.endswith("-done"):
-                use = self._network_use(instruction, kind, computation)
-                network_free = self._send(use, max(now, network_free), times)
+                sent = self._send(self._network_use(instruction, kind, computation), now, times, beside)
                 if opcode.endswith("-start"):
-                    pending[name] = _Pending(network_free, use)
+                    pending[name] = sent
                 else:
-                    use.exposed += (network_free - now) * times
-                    now = network_free
+                    now = self._wait(sent, now, times)
             elif opcode in _WRAPPERS:  # what another core of the chip does, as a computation of its own
                 for part in self._module.inner(instruction):
                     if (kind := _collective(part.opcode)) is not None:
-                        use = self._network_use(part, kind, None)
-                        network_free = self._send(use, max(now, network_free), times)
-                        pending[name] = _Pending(network_free, use)
+                        pending[name] = self._send(self._network_use(part, kind, None), now, times, beside)
+            elif opcode in ("send", "recv"):  # with another slice, once both are ready
+                if (other := halves.pop(instruction.operands[-1], None)) is None:
+                    halves[instruction.operands[-1]] = instruction
+                    continue
+                recv = instruction if opcode == "recv" else other
+                if (across := collective_over_slices(recv, self._module.num_partitions)) is not None:
+                    use = self._network_use(across, across.opcode, None)
+                    pending[recv.name] = self._send(use, now, times, beside)
+            elif opcode.endswith("-start"):
+                beside.copies_free = max(now, beside.copies_free) + self._core.copy_seconds(self._moved(instruction))
+                pending[name] = _Pending(beside.copies_free, None)
             elif opcode.endswith("-update"):
                 if (waited := pending.pop(instruction.operands[0], None)) is not None:
                     pending[name] = waited
@@ -147,20 +176,30 @@ class Simulation:
                 inner = self._fused_channels[name]
                 if channel not in pending:
                     use = self._network_use(inner[0], _collective(inner[0].opcode) or "all-gather", None)
-                    network_free = self._send(use, max(now, network_free), times)
-                    pending[channel] = _Pending(network_free, use)
-                now = self._compute(instruction, computation, now, times)
+                    pending[channel] = self._send(use, now, times, beside)
+                if not any(_calls(part, _ASYNC_FUSION) for part in self._module.inner(instruction)):
+                    now = self._compute(instruction, computation, now, times)
                 if last_use[channel] == name:
                     now = self._wait(pending.pop(channel), now, times)
-            elif opcode not in _FREE:
+            elif opcode not in _FREE and not _calls(instruction, _FREE_CALLS):
                 now = self._compute(instruction, computation, now, times)
         return now
+
+    def _loop(self, loop: Instruction, start: float, times: int) -> float:
+        """Runs a loop, and returns when it ends."""
+        trips = self._module.trip_count(loop)
+        body = self._module.computations[loop.called["body"]]
+        first = len(self._result.spans)
+        period = self._walk(body, start, times * trips, _Beside(start)) - start
+        for span in self._result.spans[first:]:
+            span.repeats = ((trips, period), *span.repeats)
+        return start + period * trips
 
     def _duration(self, computation: Computation) -> float:
         """Seconds of one run, which does not count."""
         kept, self._result = self._result, Schedule()
         try:
-            return self._walk(computation, 0.0, 1)
+            return self._walk(computation, 0.0, 1, _Beside(0.0))
         finally:
             self._result = kept
 
@@ -186,22 +225,28 @@ class Simulation:
         num_bytes = _payload(instruction, kind, operands, route.group_size)
         return self._result.network.setdefault(instruction.name, NetworkUse(instruction, kind, num_bytes, route))
 
-    def _send(self, use: NetworkUse, begin: float, times: int) -> float:
-        """Adds a call that begins then, and returns when it ends."""
-        seconds = self._network.seconds(use.kind, use.bytes, use.route)
+    def _send(self, use: NetworkUse, now: float, times: int, beside: _Beside) -> _Pending:
+        """Adds a call that is begun now."""
+        network = beside.ici if use.route.num_slices == 1 else beside.dcn
+        begin, seconds = max(now, network.free), self._network.seconds(use.kind, use.bytes, use.route)
         use.count += times
         use.seconds += seconds * times
         name = use.instruction.name
         self._result.spans.append(Span(name, "network", use.kind, begin, seconds, use.instruction))
-        return begin + seconds
+        network.free = begin + seconds
+        network.sent.append((begin, network.free, use))
+        return _Pending(network.free, network)
 
     def _wait(self, waited: _Pending | None, now: float, times: int) -> float:
+        """Lets the core wait, and returns until when. What the network carries meanwhile is exposed."""
         if waited is None or waited.done <= now:
             return now
-        if waited.use is None:
+        if waited.network is None:
             self._result.stalls += (waited.done - now) * times
-        else:
-            waited.use.exposed += (waited.done - now) * times
+            return waited.done
+        for begin, end, use in waited.network.sent:
+            use.exposed += max(min(end, waited.done) - max(begin, now), 0.0) * times
+        waited.network.sent = [call for call in waited.network.sent if call[1] > waited.done]
         return waited.done
 
     def _moved(self, instruction: Instruction) -> int:
@@ -231,6 +276,13 @@ class Simulation:
 def _collective(opcode: str) -> str | None:
     kind = opcode.removesuffix("-start").removesuffix("-done")
     return kind if kind in COLLECTIVES else None
+
+
+def _calls(instruction: Instruction, targets: tuple[str, ...]) -> bool:
+    """Whether it is a custom call of one of these."""
+    return instruction.opcode == "custom-call" and any(
+        f'custom_call_target="{target}"' in instruction.attributes for target in targets
+    )
 
 
 def _channel_id(instruction: Instruction) -> str:

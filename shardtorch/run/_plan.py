@@ -60,15 +60,15 @@ def compile_plan(shape: LlamaConfig, mesh: Mesh, config: PlanConfig) -> CompileR
     batch = NamedSharding(mesh, batch_spec(mesh))
     per_device = config.microbatches * mesh.axis_size(batch.spec.axes_of(0))
     batch_size = config.global_batch_size or per_device
-    batch.validate((batch_size, config.seq_len), "the batch [global_batch_size, seq_len]")
     if batch_size % per_device:
         raise ConfigError(
             "every device must have an equal part of every microbatch.",
             got=f"global_batch_size={batch_size}, microbatches={config.microbatches}, {batch.spec} on {mesh}",
             fix=f"use a multiple of {per_device} for --global-batch-size.",
         )
+    batch.validate((batch_size, config.seq_len), "the batch [global_batch_size, seq_len]")
+    model, rules = build_model(shape, mesh)  # says what doesn't fit before anything starts
     engine = start("libtpu", topology=topology)
-    model, rules = build_model(shape, mesh)
     attention = fit_to_engine(model, mesh, engine, config.seq_len, config.attention)
     fully_shard(
         model,

@@ -116,9 +116,9 @@ class Worker:
             self._process.stdin.close()
 
     def _reason(self, code: int) -> str:
-        if code < 0:
-            return f"its process was ended by signal {-code}, as for lack of memory on this machine"
         lines = [line for line in self._messages.read_text(errors="replace").splitlines() if line.strip()]
+        if code < 0 and not lines:
+            return f"its process was ended by signal {-code}, as for lack of memory on this machine"
         return lines[-1].strip() if lines else f"its process ended with code {code}"
 
 

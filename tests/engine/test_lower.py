@@ -9,6 +9,7 @@ from jax._src.lib import xla_client
 from torch import Tensor
 
 from shardtorch.engine import Engine, Lowered
+from shardtorch.engine.libtpu import graph_text
 from shardtorch.engine.libtpu._engine import LibtpuEngine
 from shardtorch.engine.torch_xla._annotate import _reported
 from shardtorch.engine.torch_xla._ops import PartitionedOps
@@ -89,6 +90,16 @@ def test_the_planned_graph_is_the_trained_graph(xla: Engine, axes: dict[str, int
     for number, argument in named:
         assert argument.sharding is not None
         assert shardings[number] == _reported(argument.sharding.tile_assignment(len(argument.shape))), argument.name
+
+
+@pytest.mark.slow
+def test_a_step_lowered_again_is_the_same_graph(xla: Engine):
+    """Though torch_xla numbers its scopes on and on; another graph is another one."""
+    first, again = (planned(Mesh(fsdp=8), remat=True) for _ in range(2))
+    assert first.hlo != again.hlo
+    assert graph_text(first) == graph_text(again)
+    assert "~3~" in graph_text(first)  # what says where an operation comes from is part of what is compiled
+    assert graph_text(planned(Mesh(fsdp=8), remat=False)) != graph_text(first)
 
 
 def test_a_lowered_step_leaves_its_state_as_it_was(xla: Engine):

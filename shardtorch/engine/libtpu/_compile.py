@@ -8,6 +8,8 @@ so it is read from XLA's dump. tests/engine/test_libtpu.py exercises each of the
 import base64
 import importlib.util
 import os
+import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,10 +24,24 @@ from typing import Any
 import numpy as np
 
 from shardtorch.engine._contract import Argument, Lowered
-from shardtorch.errors import EngineUnavailableError, ShardtorchError, TopologyError
+from shardtorch.errors import ConfigError, EngineUnavailableError, ShardtorchError, TopologyError
 from shardtorch.mesh import SliceTopology
 
 _BOOLS = {"true": True, "false": False}
+_DUMP = ("xla_dump_to", "xla_dump_hlo_as_proto")
+_WATCHER = """
+import re, shutil, sys
+from pathlib import Path
+folder = Path(sys.argv[1])
+if not sys.stdin.buffer.read():  # it ended without a word
+    lines = (folder / "log").read_text(errors="replace").splitlines() if (folder / "log").exists() else []
+    fatal = dict.fromkeys(line for line in lines if re.match(r"F\\d{4} ", line))
+    if fatal:
+        print("libtpu ended the process, as it does for some flags and kernels that it can't compile:", *fatal,
+              sep="\\n  ", file=sys.stderr)
+    shutil.rmtree(folder, ignore_errors=True)
+"""
+"""A program that waits for its parent to say something or to end, and in the second case says why it did."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +104,16 @@ def compile_for(
       flags: Further options of the compiler, by name, such as `{"xla_tpu_scoped_vmem_limit_kib": "65536"}`.
 
     Raises:
-      EngineUnavailableError: libtpu or jax isn't installed, or it does not know the topology.
-      ShardtorchError: The compiler refuses the program for another reason than memory.
+      EngineUnavailableError: libtpu or jax isn't installed.
+      TopologyError: libtpu does not know the topology.
+      ConfigError: A flag says where XLA dumps to, which is read here.
+      ShardtorchError: The compiler refuses the program, or a flag, for another reason than memory.
     """
+    flags = flags or {}
+    if taken := [name for name in _DUMP if name in flags]:
+        raise ConfigError(
+            f"{' and '.join(_DUMP)} are set here, to read what XLA dumps.", got=", ".join(taken), fix="leave it out."
+        )
     libtpu = libtpu_version()
     _prepare_environment()
     import jax
@@ -103,9 +126,9 @@ def compile_for(
     ids = np.array([device.id for device in devices])
     with mlir.make_ir_context():
         bytecode = mlir.module_to_bytecode(_annotated(lowered, len(devices)))
-    overrides: dict[str, Any] = {name: _BOOLS.get(value.lower(), value) for name, value in (flags or {}).items()}
-    with tempfile.TemporaryDirectory(prefix="shardtorch-plan-") as dump:
-        overrides |= {"xla_dump_to": dump, "xla_dump_hlo_as_proto": True}
+    overrides: dict[str, Any] = {name: _BOOLS.get(value.lower(), value) for name, value in flags.items()}
+    with tempfile.TemporaryDirectory(prefix="shardtorch-plan-") as dump, _watched(dump):
+        overrides |= dict(zip(_DUMP, (dump, True), strict=True))
         options = compiler.get_compile_options(
             num_replicas=1,
             num_partitions=len(devices),
@@ -124,7 +147,9 @@ def compile_for(
             raise ShardtorchError(
                 f"libtpu must accept the step for {topology}.",
                 got=message[:2000],
-                fix="see whether a kernel or a compiler flag causes it: attention='torch', no flags.",
+                fix=f"correct or leave out {', '.join(flags)}, or see whether a kernel causes it: attention='torch'."
+                if flags
+                else "see whether a kernel causes it: attention='torch'.",
             ) from error
         compile_s = time.monotonic() - start
         buffer_assignment = _buffer_assignment(dump)
@@ -146,6 +171,19 @@ def compile_for(
     )
 
 
+def graph_text(lowered: Lowered) -> str:
+    """The graph of a step, equal for equal ones: with constants and scopes, without lines of code, and without the
+    running number that torch_xla 2.9.0 adds to each scope."""
+    from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+
+    options = xla_client._xla.HloPrintOptions()  # pyright: ignore[reportPrivateImportUsage]
+    options.print_large_constants = True
+    text = xla_client.XlaComputation(lowered.hlo).get_hlo_module().to_string(options)
+    text = re.sub(r"^HloModule [^,]*", "", text)
+    text = re.sub(r'(source_\w+|stack_frame_id)=("[^"]*"|\d+)', "", text)
+    return re.sub(r"(~\d+~)\.\d+", r"\1", text)
+
+
 def _buffer_assignment(dump: str) -> str:
     """What XLA dumped of it; empty if it did not come so far."""
     files = list(Path(dump).glob("*.after_optimizations.hlo.pb"))
@@ -161,6 +199,19 @@ def _prepare_environment() -> None:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # jax itself must look for no TPU
     for level in ("TPU_MIN_LOG_LEVEL", "TPU_STDERR_LOG_LEVEL"):
         os.environ.setdefault(level, "1")  # warnings: the partitioner's are part of the result
+
+
+@contextmanager
+def _watched(folder: str) -> Iterator[None]:
+    """Lets another process say what libtpu said last, and remove the folder, if this process ends meanwhile: where
+    libtpu finds something wrong with itself it ends the process, and nothing here could go on."""
+    command = [sys.executable, "-S", "-E", "-c", _WATCHER, folder]
+    # A session of its own, so that Ctrl-C does not come to it.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True) as watcher:
+        try:
+            yield
+        finally:
+            watcher.communicate(b"alive")
 
 
 @contextmanager
