@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fit", action="store_true", help="fit a factor per chip generation on every second row")
     parser.add_argument("--json", type=Path, help="also write what came out here")
     args = parser.parse_args(argv)
-    from shardtorch.aot import EFFICIENCY
+    from shardtorch.aot import efficiency_of
 
     console = Console()
     if not console.is_terminal:
@@ -233,15 +233,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:  # a compilation leaves memory behind
         predictions = list(track(pool.map(predict, rows), "compiling", len(rows), console=Console(stderr=True)))
     generations = sorted({row.chip for row in rows})
-    factors = {generation: EFFICIENCY.get(generation, 1.0) for generation in generations}
+    factors = {generation: efficiency_of(generation)[0] for generation in generations}
     fitted: set[int] = set()
     if args.fit:
-        for generation in generations:
-            known = [p for p in predictions if p.row.chip == generation and p.simulated]
-            chosen = known[::2]
-            if len(known) > 1:
-                fitted |= {p.row.number for p in chosen}
-                factors[generation] = fit([(p.simulated or 1.0, p.row.measured or 1.0) for p in chosen])
+        chosen = {each: [p for p in predictions if p.row.chip == each and p.simulated][::2] for each in generations}
+        enough = [generation for generation in generations if len(chosen[generation]) > 1]
+        fitted = {p.row.number for generation in enough for p in chosen[generation]}
+        for generation in generations:  # one with too few rows takes what fits the others
+            of = [generation] if generation in enough else enough
+            pairs = [(p.simulated or 1.0, p.row.measured or 1.0) for each in of for p in chosen[each]]
+            factors[generation] = fit(pairs) if pairs else factors[generation]
 
     table = Table(
         "row",

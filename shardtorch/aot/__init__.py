@@ -5,7 +5,7 @@ from shardtorch.aot._budget import assert_hbm as assert_hbm
 from shardtorch.aot._budget import assert_no_collective as assert_no_collective
 from shardtorch.aot._budget import assert_num_compiles as assert_num_compiles
 from shardtorch.aot._budget import assert_traffic as assert_traffic
-from shardtorch.aot._calibration import EFFICIENCY as EFFICIENCY
+from shardtorch.aot._calibration import efficiency_of as efficiency_of
 from shardtorch.aot._compile_report import compile_report as compile_report
 from shardtorch.aot._html import to_html as to_html
 from shardtorch.aot._report import Buffer as Buffer

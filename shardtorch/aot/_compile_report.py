@@ -1,5 +1,6 @@
 """`compile_report`: from a user's step to what it would be like on a slice."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from shardtorch.aot._advice import time_advice
 from shardtorch.aot._cache import cached_compile
-from shardtorch.aot._calibration import EFFICIENCY
+from shardtorch.aot._calibration import efficiency_of
 from shardtorch.aot._collectives import collectives_of
 from shardtorch.aot._cost import KERNEL_EFFICIENCY, LINK_EFFICIENCY, CoreCost, NetworkCost
 from shardtorch.aot._hlo import Module
@@ -134,7 +135,7 @@ def analyse(
     origins = Origins(module, lowered.origins)
     memory, buffers = memory_of(compiled, lowered, topology, kinds)
     schedule = Simulation(module, CoreCost(module, topology), NetworkCost(topology, mesh)).run()
-    efficiency = EFFICIENCY.get(topology.generation, 1.0)
+    efficiency, _ = efficiency_of(topology.generation)
     report = CompileReport(
         **facts,
         fits=memory.headroom >= 0,
@@ -182,7 +183,8 @@ def _step_time(schedule: Schedule, topology: SliceTopology, efficiency: float) -
     for use in schedule.core.values():
         shares[_bound(use.flops, use.bytes, topology)] += use.seconds
     exposed = sum(use.exposed for use in schedule.network.values())
-    hidden = sum(max(use.seconds - use.exposed, 0.0) for use in schedule.network.values())
+    whole = sum(use.seconds for use in schedule.network.values())
+    hidden = 0.0 if math.isclose(whole, exposed) else whole - exposed
     return StepTime(
         compute=shares["compute"] / efficiency,
         memory=shares["memory"] / efficiency,
@@ -243,14 +245,13 @@ def _events(schedule: Schedule, origins: Origins, efficiency: float) -> tuple[Ev
 def _assumptions(schedule: Schedule, topology: SliceTopology, efficiency: float) -> tuple[str, ...]:
     generation = topology.generation
     kernel, link = f"{KERNEL_EFFICIENCY[generation]:.0%}", f"{LINK_EFFICIENCY:.0%}"
-    fitted = f"divided by {efficiency:.2f}, fitted on published step times of {generation}"
+    _, fitted = efficiency_of(generation)
+    too_few = "" if fitted == generation else f", as there are too few of {generation}"
     found = [
         f"The core's time is the compiler's estimate of cycles at {topology.clock_hz / 1e9:.2f} GHz.",
         f"Attention kernels run at {kernel} of the bfloat16 peak, of the causal half of their FLOPs.",
         f"Links carry {link} of their published {topology.ici_link_bandwidth / 1e9:.0f} GB/s a direction.",
-        f"All times are {fitted}."
-        if efficiency != 1
-        else f"No published step times of {generation} correct the estimates.",
+        f"All times are divided by {efficiency:.2f}, fitted on published step times of {fitted}{too_few}.",
         "The host keeps up: it adds nothing to a step.",
     ]
     if names := sorted(schedule.unpriced_kernels):

@@ -125,7 +125,7 @@ class StepTime:
     hidden_communication: float
     """Collectives, where something does; not part of the total."""
     efficiency: float
-    """What predictions for this chip generation are divided by, fitted on published step times; 1 if nothing was."""
+    """What the times were divided by, fitted on published step times; 1 for none."""
 
     @property
     def total(self) -> float:
