@@ -1,5 +1,6 @@
 """What is planned is what is trained: a lowered step against the graph that 8 virtual devices run."""
 
+import base64
 import re
 
 import pytest
@@ -8,7 +9,8 @@ import torch_xla
 from jax._src.lib import xla_client
 from torch import Tensor
 
-from shardtorch.engine import Engine, Lowered
+from shardtorch.engine import Engine, Kernel, Lowered
+from shardtorch.engine._splash import SplashForward
 from shardtorch.engine.libtpu import graph_text
 from shardtorch.engine.libtpu._engine import LibtpuEngine
 from shardtorch.engine.torch_xla._annotate import _reported
@@ -100,6 +102,17 @@ def test_a_step_lowered_again_is_the_same_graph(xla: Engine):
     assert graph_text(first) == graph_text(again)
     assert "~3~" in graph_text(first)  # what says where an operation comes from is part of what is compiled
     assert graph_text(planned(Mesh(fsdp=8), remat=False)) != graph_text(first)
+
+
+def test_a_kernel_does_not_carry_where_it_was_traced(xla: Engine):
+    """So that it is the same in another checkout, and from another line."""
+    mesh, spec = Mesh(fsdp=8), P("fsdp")
+    engine = LibtpuEngine(TOPOLOGY)
+    kernel = Kernel("attention", SplashForward(128, interpret=False), mesh, (spec, spec, spec), (spec, spec))
+    x = engine.zeros((8, 2, 128, 128), torch.bfloat16, NamedSharding(mesh, spec))
+    text = graph_text(engine.lower(lambda x: engine.call_kernel(kernel, [x, x, x]), [x], {}))
+    (body,) = re.findall(r"[A-Za-z0-9+/=]{1000,}", text)
+    assert b".py" not in base64.b64decode(body)
 
 
 def test_a_lowered_step_leaves_its_state_as_it_was(xla: Engine):

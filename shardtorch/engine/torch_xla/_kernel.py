@@ -3,8 +3,9 @@
 Lowered through `jax.export`, which pins a version of Mosaic's format that every libtpu accepts, and over an abstract
 mesh, so that it needs no device of its platform: here for a TPU as well.
 
-Private symbols of jaxlib 0.7.1: `jax._src.lib.xla_client._xla.mlir`; of torch_xla 2.9.0: `_XLAC._xla_user_computation`
-through `xla_builder`. tests/pallas exercise them.
+Private symbols of jax and jaxlib 0.7.1: `jax._src.config.traceback_in_locations_limit`,
+`jax._src.lib.xla_client._xla.mlir`; of torch_xla 2.9.0: `_XLAC._xla_user_computation` through `xla_builder`.
+tests/pallas and tests/engine exercise them.
 """
 
 from collections.abc import Callable, Sequence
@@ -84,8 +85,12 @@ def _lower(kernel: Kernel, platform: str, avals: tuple[tuple[tuple[int, ...], to
         check_vma=False,
     )
     structs = [jax.ShapeDtypeStruct(shape, _DTYPES[dtype]) for shape, dtype in avals]
+    from jax._src import config
+
     try:
-        exported = jax.export.export(jax.jit(local, keep_unused=True), platforms=[platform])(*structs)
+        # A kernel carries where it was traced. Without that, the same one is the same wherever it is called from.
+        with config.traceback_in_locations_limit(0):
+            exported = jax.export.export(jax.jit(local, keep_unused=True), platforms=[platform])(*structs)
     except ValueError as error:
         if "out_specs" not in str(error):
             raise
