@@ -65,8 +65,8 @@ class TrainConfig:
     """Parts in which the gradient of a batch is computed, one after the other, to save memory; a divisor of
     `global_batch_size`."""
     loss_chunks: int | None = None
-    """Pieces in which the loss over the vocabulary is computed, a divisor of `seq_len`. None: as few as keep a
-    sequence's logits at 512 MiB."""
+    """Pieces in which the loss over the vocabulary is computed, a divisor of `seq_len`. None: as few as keep a device's
+    logits at 512 MiB."""
     remat: Literal["full", "none"] = "none"
     """`full` keeps only each layer's input and computes the layer again in the backward pass; `none` keeps what the
     backward pass needs."""
@@ -192,7 +192,8 @@ class PlanConfig:
     dcn: str = ""
     """How much of each axis crosses slices, such as `data=2`; empty: the first axis crosses all slices."""
     global_batch_size: Annotated[int | None, tyro.conf.arg(aliases=["--global-batch"])] = None
-    """Sequences in a batch, over all chips. None: one for each device that the batch is sharded over."""
+    """Sequences in a batch, over all chips. None: one for each microbatch and device that the batch is sharded
+    over."""
     seq_len: Annotated[int, tyro.conf.arg(aliases=["--seq"])] = 8192
     """Tokens in a sequence."""
     microbatches: int = 1
@@ -219,7 +220,7 @@ class PlanConfig:
     timeline: Path | None = None
     """Write the predicted step here as a trace for ui.perfetto.dev."""
     search: bool = False
-    """Try meshes, remat and microbatches, and rank them. `mesh`, `remat` and `microbatches` are then ignored."""
+    """Try meshes, remat and microbatches, and rank them; `remat` and `microbatches` are then ignored."""
     budget_minutes: float = 20.0
     """How long a search may take."""
     price_per_chip_hour: float | None = None
@@ -237,6 +238,13 @@ class PlanConfig:
         for flag in self.flags:
             name, found, value = flag.partition("=")
             _require(bool(name and found and value), "a flag is name=value.", f"{flag!r}")
+        chunks = self.loss_chunks
+        _require(
+            chunks is None or (chunks >= 1 and self.seq_len % chunks == 0),
+            "loss_chunks must divide seq_len.",
+            f"loss_chunks={chunks}, seq_len={self.seq_len}",
+        )
+        _require(not (self.search and self.mesh), "a search finds the mesh.", f"search and mesh={self.mesh}")
         _require(self.out is None or self.search, "out is for what a search finds.", f"out={self.out}, no search")
         self.parse_topology()
         if self.mesh:

@@ -1,12 +1,15 @@
 """Budgets of a planned step as assertions, for tests of your own."""
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
+from shardtorch.aot._cost import COLLECTIVES
 from shardtorch.aot._quantities import bytes_text
 from shardtorch.aot._report import Buffer, Collective, CompileReport
 from shardtorch.engine import Origin, running
+from shardtorch.errors import ConfigError
 
 _NUM_LINES = 5  # of contributors in a message
 
@@ -47,8 +50,11 @@ def assert_no_collective(
 
     Raises:
       AssertionError: Some does, or may: its groups are no product of axes. The message has those with most traffic.
+      ConfigError: There is no such kind, or no such axis in the report's mesh.
     """
     _assert_compiled(report)
+    _check_known("kind of collective", kind, COLLECTIVES)
+    _check_known("mesh axis", axis, _axes(report))
     found = [c for c in report.collectives if c.kind == kind and (axis in c.axes or not c.axes)]
     if found:
         raise AssertionError(
@@ -76,8 +82,11 @@ def assert_traffic(
 
     Raises:
       AssertionError: They add up to more; the message has those with most traffic.
+      ConfigError: There is no such network, or no such axis in the report's mesh.
     """
     _assert_compiled(report)
+    _check_known("network", network, (None, "ICI", "DCN"))
+    _check_known("mesh axis", axis, (None, *_axes(report)))
     counted = [
         c for c in report.collectives if network in (None, c.network) and (axis is None or axis in c.axes or not c.axes)
     ]
@@ -88,6 +97,20 @@ def assert_traffic(
             f"{report.title}: collectives{where} move {bytes_text(total)} per chip and step, "
             f"{bytes_text(total - at_most_bytes)} more than the budget of {bytes_text(at_most_bytes)}."
             f"{_largest(map(_collective, counted))}"
+        )
+
+
+def _axes(report: CompileReport) -> list[str]:
+    return re.findall(r"(\w+)=", report.mesh.partition(" (")[0])
+
+
+def _check_known(what: str, name: str | None, known: Sequence[str | None]) -> None:
+    """A budget over something that isn't there would always hold."""
+    if name not in known:
+        raise ConfigError(
+            f"a budget must be over a {what} that there is.",
+            got=repr(name),
+            fix=f"use one of {', '.join(map(repr, known))}.",
         )
 
 

@@ -26,7 +26,8 @@ def cache_key(lowered: Lowered, topology: SliceTopology, flags: Mapping[str, str
     shardings = [(a.name, str(a.sharding), a.result) for a in lowered.arguments]
     results = [str(sharding) for sharding in lowered.result_shardings]
     versions = [libtpu_version(), version("jaxlib"), version("shardtorch")]
-    facts = [shardings, results, str(topology), sorted((flags or {}).items()), versions]
+    environment = [os.environ.get(name, "") for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS")]
+    facts = [shardings, results, str(topology), sorted((flags or {}).items()), environment, versions]
     digest.update(json.dumps(facts).encode())
     return digest.hexdigest()
 

@@ -9,7 +9,9 @@ _MOVES = ("all-gather", "all-to-all", "collective-permute")
 """Kinds that change where a value lies. A sum over devices, in contrast, is part of what was computed."""
 
 
-def collectives_of(schedule: Schedule, origins: Origins, efficiency: float) -> tuple[Collective, ...]:
+def collectives_of(
+    schedule: Schedule, origins: Origins, efficiency: float, devices_per_chip: int
+) -> tuple[Collective, ...]:
     """Every collective of a step, those that take longest first; alike ones of one origin are one entry."""
     alike: dict[tuple, list[NetworkUse]] = {}
     for use in schedule.network.values():
@@ -24,7 +26,7 @@ def collectives_of(schedule: Schedule, origins: Origins, efficiency: float) -> t
             network="DCN" if crosses else "ICI",
             group_size=uses[0].route.group_size,
             count=sum(use.count for use in uses),
-            bytes=num_bytes,
+            bytes=num_bytes * devices_per_chip,
             seconds=sum(use.seconds for use in uses) / efficiency,
             exposed_seconds=sum(use.exposed for use in uses) / efficiency,
             origin=origin,

@@ -28,6 +28,8 @@ from shardtorch.errors import EngineUnavailableError, ShardingError, TopologyErr
 from shardtorch.mesh import Mesh, SliceTopology
 
 _MAX_OPERATIONS = 400
+_LARGE_BYTES = 2**20
+"""More than a constant of a step has."""
 
 
 def compile_report(
@@ -90,6 +92,7 @@ def compile_report(
     start = time.monotonic()
     lowered = engine.lower(step, batch, named.tensors, named.modules)
     trace_s = time.monotonic() - start
+    _check_state(lowered, named, State(state))
     topology.check(_mesh(lowered))
     compiled = cached_compile(lowered, topology, flags, cache)
     report = analyse(compiled, lowered, topology, named.kinds)
@@ -141,7 +144,7 @@ def analyse(
         fits=memory.headroom >= 0,
         memory=memory,
         step_time=_step_time(schedule, topology, efficiency),
-        collectives=collectives_of(schedule, origins, efficiency),
+        collectives=collectives_of(schedule, origins, efficiency, topology.devices_per_chip),
         operations=_operations(schedule, origins, topology, efficiency),
         buffers=buffers,
         events=_events(schedule, origins, efficiency),
@@ -149,6 +152,28 @@ def analyse(
     )
     replicated = involuntary_replications(compiled.log, lowered.origins)
     return replace(report, advice=(*advice_for_memory(memory, buffers), *replicated, *time_advice(report)))
+
+
+def _check_state(lowered: Lowered, before: State, after: State) -> None:
+    """Checks that all that a step keeps between calls is in its state.
+
+    Raises:
+      ShardingError: It made a part of it itself, or reads something large that isn't.
+    """
+    if made := sorted(after.tensors.keys() - before.tensors.keys()):
+        raise ShardingError(
+            "the state of a step must be there before it is called.",
+            got=f"the step made {', '.join(made[:3])}" + (f" and {len(made) - 3} more" if len(made) > 3 else ""),
+            fix="make an optimizer's state first: optimizer = shardtorch.shard_optimizer(optimizer, model).",
+        )
+    for argument in lowered.arguments:
+        size = math.prod(argument.shape) * argument.dtype.itemsize
+        if argument.sharding is None and size > _LARGE_BYTES:
+            raise ShardingError(
+                "what a step reads must be in its state or its batch.",
+                got=f"another tensor of shape {list(argument.shape)}, {argument.dtype}",
+                fix="pass everything that holds tensors as state, such as (model, optimizer).",
+            )
 
 
 def _mesh(lowered: Lowered) -> Mesh:
@@ -175,7 +200,7 @@ def _mesh_text(mesh: Mesh) -> str:
 
 def _bound(flops: float, num_bytes: int, topology: SliceTopology) -> str:
     """What limits an operation: the ratio of its two least times."""
-    return "compute" if flops / topology.bf16_flops > num_bytes / topology.hbm_bandwidth else "memory"
+    return "memory" if num_bytes / topology.hbm_bandwidth > flops / topology.bf16_flops else "compute"
 
 
 def _step_time(schedule: Schedule, topology: SliceTopology, efficiency: float) -> StepTime:
@@ -205,8 +230,8 @@ def _operations(
             category=use.category,  # pyright: ignore[reportArgumentType]
             count=use.count,
             seconds=use.seconds / efficiency,
-            flops=use.flops,
-            bytes=use.bytes,
+            flops=use.flops * topology.devices_per_chip,
+            bytes=use.bytes * topology.devices_per_chip,
             bound=_bound(use.flops, use.bytes, topology),  # pyright: ignore[reportArgumentType]
             origin=origins.of(use.instruction),
         )
@@ -219,8 +244,8 @@ def _operations(
                 category="elementwise",
                 count=sum(use.count for use in rest),
                 seconds=sum(use.seconds for use in rest) / efficiency,
-                flops=sum(use.flops for use in rest),
-                bytes=sum(use.bytes for use in rest),
+                flops=sum(use.flops for use in rest) * topology.devices_per_chip,
+                bytes=sum(use.bytes for use in rest) * topology.devices_per_chip,
                 bound="memory",
             )
         )
@@ -254,6 +279,8 @@ def _assumptions(schedule: Schedule, topology: SliceTopology, efficiency: float)
         f"All times are divided by {efficiency:.2f}, fitted on published step times of {fitted}{too_few}.",
         "The host keeps up: it adds nothing to a step.",
     ]
+    if names := sorted(schedule.unknown_loops):
+        found.append(f"Loops that don't say how often they run count once: {', '.join(names)}.")
     if names := sorted(schedule.unpriced_kernels):
         found.append(f"Kernels whose work isn't known count their HBM traffic only: {', '.join(names)}.")
     return tuple(found)

@@ -88,7 +88,7 @@ class CoreCost:
 
     @staticmethod
     def _operands(part: Instruction, inner: list[Instruction], operands: Sequence[Instruction]) -> list[Instruction]:
-        if part in operands or len(inner) == 1:
+        if len(inner) == 1:
             return list(operands)
         names = {instruction.name: instruction for instruction in inner}
         return [names[name] for name in part.operands if name in names]
@@ -158,7 +158,10 @@ def _attention_flops(instruction: Instruction, operands: Sequence[Instruction]) 
     products = next((n for part, n in _ATTENTION if f"splash_mha{part}" in instruction.name), 0)
     if not products:
         return 0.0
-    queries = next(o.arrays[0] for o in operands if len(o.arrays[0].dims) >= 3 and o.arrays[0].dtype in ("bf16", "f32"))
+    arrays = [operand.arrays[0] for operand in operands]
+    queries = next((each for each in arrays if len(each.dims) >= 3 and each.dtype in ("bf16", "f32")), None)
+    if queries is None:
+        return 0.0
     *heads, seq, head_dim = queries.dims
     return products * 2.0 * math.prod(heads) * seq * seq * head_dim / 2
 
@@ -193,6 +196,7 @@ class NetworkCost:
     def __init__(self, topology: SliceTopology, mesh: Mesh) -> None:
         self._topology, self._mesh = topology, mesh
         self._link = topology.ici_link_bandwidth * LINK_EFFICIENCY
+        self._dcn = topology.dcn_bandwidth / topology.devices_per_chip
         self._routes: dict[tuple[int, ...] | None, Route] = {}
 
     def route(self, instruction: Instruction) -> Route:
@@ -216,11 +220,11 @@ class NetworkCost:
         """
         if kind == "collective-permute":
             if route.num_slices > 1:
-                return num_bytes / self._topology.dcn_bandwidth + DCN_LATENCY_S
-            return num_bytes / self._link + route.hops * HOP_LATENCY_S
+                return num_bytes / self._dcn + DCN_LATENCY_S
+            return num_bytes / route.ici_bandwidth + route.hops * HOP_LATENCY_S
         if kind == "all-to-all" and route.num_slices > 1:
             share = (route.num_slices - 1) / route.num_slices
-            return num_bytes * share / self._topology.dcn_bandwidth + DCN_LATENCY_S
+            return num_bytes * share / self._dcn + DCN_LATENCY_S
         # In an all-to-all over a ring, a message passes a quarter of its chips on average; within a chip, none.
         passes = {"all-reduce": 2.0, "all-to-all": max(0.25 * route.width, 0.5)}.get(kind, 1.0)
         seconds = 0.0
@@ -230,7 +234,7 @@ class NetworkCost:
         if route.num_slices > 1:
             # Within a slice first, so that a chip sends only its part of the result over the slower network.
             part = num_bytes / route.ici_size * (route.num_slices - 1) / route.num_slices
-            seconds += passes * (part / self._topology.dcn_bandwidth + DCN_LATENCY_S)
+            seconds += passes * (part / self._dcn + DCN_LATENCY_S)
         return seconds
 
     def _route(self, group: Sequence[int]) -> Route:
@@ -249,6 +253,8 @@ class NetworkCost:
             bandwidth += (2 if ring else 1) * self._link * len(used) / span
             hops += span // 2 if ring else span - 1
             width += len(used)
+        # The devices of a chip share its links, also if they are in groups of their own.
+        bandwidth *= len(home) / len(set(home)) / self._topology.devices_per_chip
         ici_size = len(group) // num_slices
         return Route(
             self._axes(group),
@@ -275,7 +281,8 @@ class NetworkCost:
             moving |= {axis for axis in self._mesh.axis_names if here[axis] != there[axis]}
         axes = tuple(axis for axis in self._mesh.axis_names if axis in moving)
         size = self._mesh.axis_size(axes) if axes else 1
-        return Route(axes, size, 2 if crosses else 1, size, self._link, distance, 2)
+        link = self._link / self._topology.devices_per_chip
+        return Route(axes, size, 2 if crosses else 1, size, link, distance, 2)
 
     def _axes(self, group: Sequence[int]) -> tuple[str, ...]:
         places = [self._mesh.coordinates(device) for device in group]

@@ -16,7 +16,8 @@ import numpy as np
 
 _BITS = {"pred": 8, "s2": 2, "u2": 2, "s4": 4, "u4": 4, "s8": 8, "u8": 8, "s16": 16, "u16": 16, "s32": 32, "u32": 32,
          "s64": 64, "u64": 64, "bf16": 16, "f16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f8e4m3fn": 8,
-         "f8e5m2": 8, "f8e4m3": 8, "f8e4m3b11fnuz": 8, "f8e3m4": 8, "f4e2m1fn": 4, "f8e8m0fnu": 8}  # fmt: skip
+         "f8e5m2": 8, "f8e4m3": 8, "f8e4m3b11fnuz": 8, "f8e3m4": 8, "f4e2m1fn": 4, "f8e8m0fnu": 8, "f8e4m3fnuz": 8,
+         "f8e5m2fnuz": 8, "token": 0, "opaque": 0}  # fmt: skip
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\](?:\{([\d,]*)((?::[^}]*)?)\})?")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%([\w.\-]+) = (.*)")
 _COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
@@ -38,7 +39,7 @@ class Array:
     @property
     def bytes(self) -> int:
         """Without padding."""
-        return math.prod(self.dims) * _BITS.get(self.dtype, 0) // 8
+        return math.prod(self.dims) * _BITS[self.dtype] // 8
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -146,15 +147,17 @@ class Module:
         partitions = re.search(r"^HloModule .*\bnum_partitions=(\d+)", text)
         return cls(computations, computations[entry], int(partitions[1]) if partitions else 1)
 
-    def trip_count(self, loop: Instruction) -> int:
+    def trip_count(self, loop: Instruction) -> int | None:
         """How often a while loop runs: the constant that its condition compares with, over what its body adds to the
-        counter; 1 if there is no such constant.
+        counter; None if there is no such constant.
 
         The loops of a step count up from 0, by 1, or by 2 where the compiler unrolled a product that it overlaps with
         its own communication.
         """
         condition, body = self.computations[loop.called["condition"]], self.computations[loop.called["body"]]
-        limit = max(_integers(self._all(condition)), default=1)
+        limit = max(_integers(self._all(condition)), default=None)
+        if limit is None:
+            return None
         counter = next((part for part in condition.instructions if part.opcode == "get-tuple-element"), None)
         index = None if counter is None else re.search(r"index=(\d+)", counter.attributes)
         if index is None or body.root.opcode != "tuple":

@@ -22,6 +22,8 @@ _FREE_CALLS = ("AllocateBuffer", "ConcatBitcast")
 _ASYNC_FUSION = ("AsyncCollectiveStart", "AsyncCollectiveDone")
 """Custom calls of fusions that only start or await a collective that other fusions carry on."""
 _WRAPPERS = ("async-start", "call-start")
+_REDUCE_SCATTER = "all-reduce-scatter"
+"""How libtpu writes one that nothing runs beside: a fusion of an all-reduce with a slice of its result."""
 
 
 @dataclass
@@ -75,6 +77,8 @@ class Schedule:
     """Time that the core waits for copies from HBM, in seconds."""
     spans: list[Span] = field(default_factory=list)
     unpriced_kernels: set[str] = field(default_factory=set)
+    unknown_loops: set[str] = field(default_factory=set)
+    """Those that count once, as nothing says how often they run."""
 
 
 @dataclass
@@ -174,6 +178,10 @@ class Simulation:
                 now = self._wait(waited, now, times)
             elif (channel := self._channel(instruction)) is not None:
                 inner = self._fused_channels[name]
+                if instruction.called["calls"].startswith(_REDUCE_SCATTER):
+                    use = self._network_use(inner[0], "reduce-scatter", None, inner[0].bytes)
+                    now = self._wait(self._send(use, now, times, beside), now, times)
+                    continue
                 if channel not in pending:
                     use = self._network_use(inner[0], _collective(inner[0].opcode) or "all-gather", None)
                     pending[channel] = self._send(use, now, times, beside)
@@ -188,6 +196,9 @@ class Simulation:
     def _loop(self, loop: Instruction, start: float, times: int) -> float:
         """Runs a loop, and returns when it ends."""
         trips = self._module.trip_count(loop)
+        if trips is None:
+            self._result.unknown_loops.add(loop.name)
+            trips = 1
         body = self._module.computations[loop.called["body"]]
         first = len(self._result.spans)
         period = self._walk(body, start, times * trips, _Beside(start)) - start
@@ -217,12 +228,15 @@ class Simulation:
             self._result.spans.append(Span(instruction.name, "core", work.category, now, work.seconds, instruction))
         return now + work.seconds
 
-    def _network_use(self, instruction: Instruction, kind: str, computation: Computation | None) -> NetworkUse:
+    def _network_use(
+        self, instruction: Instruction, kind: str, computation: Computation | None, num_bytes: int | None = None
+    ) -> NetworkUse:
         route = self._network.route(instruction)
         operands = [] if computation is None else [
             computation.by_name[o] for o in instruction.operands if o in computation.by_name
         ]  # fmt: skip
-        num_bytes = _payload(instruction, kind, operands, route.group_size)
+        if num_bytes is None:
+            num_bytes = _payload(instruction, kind, operands, route.group_size)
         return self._result.network.setdefault(instruction.name, NetworkUse(instruction, kind, num_bytes, route))
 
     def _send(self, use: NetworkUse, now: float, times: int, beside: _Beside) -> _Pending:

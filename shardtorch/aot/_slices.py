@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardtorch.aot._hlo import Instruction
+from shardtorch.errors import ShardtorchError
 
 _KINDS = {
     "ALL_GATHER": "all-gather",
@@ -22,18 +23,27 @@ _FIRST_ID = 100_000
 
 
 def collective_over_slices(recv: Instruction, slice_size: int) -> Instruction | None:
-    """The collective that a `recv` ends, in the form of one within a slice and with our device ids; None for another
-    transfer.
+    """The collective that a `recv` ends, in the form of one within a slice and with our device ids; None for a transfer
+    that does not go to another slice.
 
     Args:
       recv: The instruction.
       slice_size: Devices in a slice.
+
+    Raises:
+      ShardtorchError: It goes to another slice in a way that is not known here.
     """
     kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', recv.attributes)
-    target = re.search(r'_xla_megascale_target="?([^"}]*\}[^"_]*)', recv.attributes)
-    if kind is None or target is None or kind[1] not in _KINDS:
+    if kind is None:
         return None
-    groups = _groups(target[1], slice_size)
+    target = re.search(r'_xla_megascale_target="?([^"}]*\}[^"_]*)', recv.attributes)
+    groups = [] if target is None else _groups(target[1], slice_size)
+    if kind[1] not in _KINDS or not groups:
+        raise ShardtorchError(
+            "a transfer between slices must be of a kind that can be read.",
+            got=f"{kind[1]} to {target[1] if target else 'nowhere'}",
+            fix="use the libtpu that the extra 'plan' pins.",
+        )
     listed = ",".join("{" + ",".join(map(str, group)) + "}" for group in groups)
     key = "source_target_pairs" if kind[1] == "ONE_TO_ONE" else "replica_groups"
     return replace(recv, opcode=_KINDS[kind[1]], operands=(), attributes=f"{key}={{{listed}}}, {recv.attributes}")

@@ -126,7 +126,8 @@ def train(config: TrainConfig, console: Console | None = None) -> Summary:
             with _writable(config.out):
                 shutil.copyfile(corpus.tokenizer_path, config.out / "tokenizer.json")
 
-        num_chunks = config.loss_chunks or loss_chunks(config.seq_len, shape.vocab_size)
+        per_device = config.global_batch_size // config.microbatches // mesh.axis_size(batch_sharding.spec.axes_of(0))
+        num_chunks = config.loss_chunks or loss_chunks(config.seq_len, shape.vocab_size, per_device)
 
         def batch(k: int) -> Batch:
             found = loader[k]

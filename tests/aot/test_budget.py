@@ -1,5 +1,6 @@
 """Budgets hold at the figure itself, break one byte below it, and say what takes most."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from shardtorch.aot import (
     assert_traffic,
 )
 from shardtorch.engine import Engine, _start
-from shardtorch.errors import EngineUnavailableError
+from shardtorch.errors import ConfigError, EngineUnavailableError
 
 FITS, TOO_LARGE = report_examples.llama_8b_fits(), report_examples.llama_70b_out_of_memory()
 
@@ -61,7 +62,7 @@ def test_traffic_along_an_axis():
     along_fsdp = sum(c.count * c.bytes for c in FITS.collectives)
     both = replace(FITS.collectives[0], axes=("data", "fsdp"))
     neither = replace(FITS.collectives[0], axes=("data",))
-    report = replace(FITS, collectives=(*FITS.collectives, both, neither))
+    report = replace(FITS, mesh="data=2,fsdp=32", collectives=(*FITS.collectives, both, neither))
     one = both.count * both.bytes
     assert_traffic(report, along_fsdp + one, axis="fsdp")
     assert_traffic(report, 2 * one, axis="data")
@@ -73,17 +74,38 @@ def test_traffic_along_an_axis():
 
 
 def test_no_collective_along_an_axis():
-    assert_no_collective(FITS, "all-gather", "tensor")
+    report = replace(FITS, mesh="fsdp=32,tensor=2 (DCN: fsdp=2)")
+    assert_no_collective(report, "all-gather", "tensor")
     assert_no_collective(FITS, "collective-permute", "fsdp")
     with pytest.raises(
         AssertionError, match=r"32 all-to-all per step along mesh axis 'fsdp'.*\n.*layers\.\*\.attention at"
     ):
         assert_no_collective(FITS, "all-to-all", "fsdp")
-    unknown = replace(FITS, collectives=(replace(FITS.collectives[0], axes=()),))
+    unknown = replace(report, collectives=(replace(FITS.collectives[0], axes=()),))
     with pytest.raises(AssertionError, match="no product of axes"):
         assert_no_collective(unknown, "all-gather", "tensor")
     with pytest.raises(AssertionError, match="its collectives aren't known"):
         assert_no_collective(TOO_LARGE, "all-gather", "tensor")
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        (
+            lambda: assert_no_collective(FITS, "all_gather", "fsdp"),
+            r"a kind of collective that there is.\n  got: 'all_",
+        ),  # type: ignore
+        (
+            lambda: assert_no_collective(FITS, "all-gather", "fdsp"),
+            r"a mesh axis that there is.\n  got: 'fdsp'\n  fix: use",
+        ),
+        (lambda: assert_traffic(FITS, 0, axis="DCN"), r"a mesh axis that there is.\n  got: 'DCN'"),
+        (lambda: assert_traffic(FITS, 0, network="ici"), r"a network that there is.\n  got: 'ici'"),  # type: ignore
+    ],
+)
+def test_a_budget_over_something_that_is_not_there_would_always_hold(budget: Callable[[], None], message: str):
+    with pytest.raises(ConfigError, match=message):
+        budget()
 
 
 def test_number_of_compiles(reference: Engine, monkeypatch: pytest.MonkeyPatch):

@@ -59,7 +59,18 @@ def batch(mesh=mesh):
     return engine.zeros((1024, 512), torch.float32, st.NamedSharding(mesh, st.P(mesh.axis_names)))
 
 
+plain = torch.optim.AdamW(model.parameters(), capturable=True, foreach=False)
+
+
+def careless(x):
+    model(x).square().mean().backward()
+    plain.step()
+    plain.zero_grad()
+    return x.sum()
+
+
 state, x = (model, optimizer), batch()
+w = engine.zeros((1024, 1024), torch.float32, st.NamedSharding(mesh, st.P("fsdp")))
 MISTAKES = {
     "another topology": lambda: compile_report(step, state, [x], "v5e:4x4"),
     "a topology that does not exist": lambda: compile_report(step, state, [x], "v5e:3x5"),
@@ -82,6 +93,8 @@ MISTAKES = {
         lambda x: x.sum(), torch.nn.Linear(4, 4, device="meta"), [x], "v5e:2x4"
     ),
     "a state of something else": lambda: compile_report(step, (model, 3), [x], "v5e:2x4"),
+    "an optimizer without its state": lambda: compile_report(careless, (model, plain), [x], "v5e:2x4"),
+    "a state that is not told": lambda: compile_report(lambda x: w.sum() + x.sum(), {}, [x], "v5e:2x4"),
     "a step without a result": lambda: compile_report(lambda x: None, state, [x], "v5e:2x4"),
     "a flag that does not exist": lambda: compile_report(
         lambda x: x.sum(), {}, [x], "v5e:2x4", flags={"xla_no_such_flag": "1"}
@@ -231,6 +244,8 @@ EXPECTED = {
     "a model of torch's": ("ShardingError", "weight: what a planned step works on must be made by its engine"),
     "a model on meta": ("ShardingError", "weight: what a planned step works on must be made by its engine"),
     "a state of something else": ("ConfigError", "the state of a step is made of modules, optimizers and tensors"),
+    "an optimizer without its state": ("ShardingError", "the state of a step must be there before it is called"),
+    "a state that is not told": ("ShardingError", "what a step reads must be in its state or its batch"),
     "a step without a result": ("ShardtorchError", "a step must return a tensor, or update its state"),
     "a flag that does not exist": ("ShardtorchError", "libtpu must accept the step for v5e:2x4"),
 }

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardtorch.aot._compile_report import _assumptions
 from shardtorch.aot._cost import CoreCost, NetworkCost
 from shardtorch.aot._hlo import Module
 from shardtorch.aot._schedule import Schedule, Simulation, Span
+from shardtorch.errors import ShardtorchError
 from shardtorch.mesh import Mesh, SliceTopology
 
 DATA = Path(__file__).parent / "data"
@@ -189,6 +191,51 @@ def test_a_collective_without_a_start_is_exposed():
         ("g", "network", "all-gather"),
         ("b", "core", "elementwise"),
     ]
+
+
+def test_a_fused_all_reduce_and_slice_is_a_reduce_scatter():
+    fused = f"""
+%all-reduce-scatter.1 (x: u8[{64 * MB}]) -> u8[{16 * MB}] {{
+  %p = u8[{64 * MB}]{{0}} parameter(0)
+  %r = u8[{64 * MB}]{{0}} all-reduce(%p), {ROW.format(1)}, to_apply=%sum
+  %i = s32[] constant(0)
+  ROOT %s = u8[{16 * MB}]{{0}} dynamic-slice(%r, %i), dynamic_slice_sizes={{{16 * MB}}}
+}}
+"""
+    line = f"%f = u8[{16 * MB}]{{0}} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.1"
+    schedule = run(program(core("a"), line, core("b"), computations=fused))
+    (use,) = schedule.network.values()
+    assert (use.kind, use.bytes, use.count) == ("reduce-scatter", 64 * MB, 1)
+    assert use.exposed == pytest.approx(use.seconds) == pytest.approx(gather_s())  # the same bytes as to gather it
+    assert set(schedule.core) == {"a", "b"}
+
+
+def test_a_loop_that_does_not_say_how_often_it_runs_is_named():
+    loop = """
+%go (t: (f32[8])) -> pred[] {
+  %t = (f32[8]{0}) parameter(0)
+  ROOT %g = pred[] custom-call(%t)
+}
+%body (t: (f32[8])) -> (f32[8]) {
+  %t.1 = (f32[8]{0}) parameter(0)
+  %x.1 = f32[8]{0} get-tuple-element(%t.1), index=0
+  ROOT %r.1 = (f32[8]{0}) tuple(%x.1)
+}
+"""
+    schedule = run(program("%l = (f32[8]{0}) while(%x), condition=%go, body=%body", computations=loop))
+    assert schedule.unknown_loops == {"l"}
+    (text,) = (each for each in _assumptions(schedule, POD, 1.0) if "Loops" in each)
+    assert text == "Loops that don't say how often they run count once: l."
+
+
+@pytest.mark.parametrize("target", ['"{1:2}x{0:7}"', '"elsewhere"'])
+def test_an_unknown_way_between_slices_is_an_error(target: str):
+    lines = to_slices("r", f"u8[{MB}]", "ALL_REDUCE", target)
+    with pytest.raises(ShardtorchError, match=r"a kind that can be read.\n  got: ALL_REDUCE to"):
+        run(program(*lines, *from_slices("r"), num_partitions=8), TWO, ACROSS)
+    lines = to_slices("r", f"u8[{MB}]", "GOSSIP", ALL_OF_TWO)
+    with pytest.raises(ShardtorchError, match=r"a kind that can be read.\n  got: GOSSIP to"):
+        run(program(*lines, *from_slices("r"), num_partitions=8), TWO, ACROSS)
 
 
 def test_what_is_scattered_is_the_operand():

@@ -142,7 +142,7 @@ def compile_for(
                 executable = devices[0].client.compile(bytecode, xla_client.DeviceList(tuple(devices)), options)
         except jax.errors.JaxRuntimeError as error:
             message = str(error)
-            if "RESOURCE_EXHAUSTED" in message and "space vmem" not in message:
+            if "RESOURCE_EXHAUSTED" in message and not re.search(r"space (vmem|smem|sflag)", message):
                 return OutOfMemory(message, _buffer_assignment(dump), time.monotonic() - start, libtpu)
             raise ShardtorchError(
                 f"libtpu must accept the step for {topology}.",
@@ -154,6 +154,12 @@ def compile_for(
         compile_s = time.monotonic() - start
         buffer_assignment = _buffer_assignment(dump)
         log = (Path(dump) / "log").read_text(errors="replace")
+    if not buffer_assignment:
+        raise ShardtorchError(
+            "libtpu must dump what lies where in memory.",
+            got=f"no dump from libtpu {libtpu}",
+            fix="pip install 'shardtorch[plan]', which brings one that does.",
+        )
     memory = executable.get_compiled_memory_stats()
     (module,) = executable.hlo_modules()
     return Compiled(
