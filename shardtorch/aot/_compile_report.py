@@ -276,7 +276,8 @@ def _assumptions(schedule: Schedule, topology: SliceTopology, efficiency: float)
         f"The core's time is the compiler's estimate of cycles at {topology.clock_hz / 1e9:.2f} GHz.",
         f"Attention kernels run at {kernel} of the bfloat16 peak, of the causal half of their FLOPs.",
         f"Links carry {link} of their published {topology.ici_link_bandwidth / 1e9:.0f} GB/s a direction.",
-        f"All times are divided by {efficiency:.2f}, fitted on published step times of {fitted}{too_few}.",
+        f"All times are divided by {efficiency:.2f}, fitted on published step times of {fitted}{too_few}; "
+        "those runs may recompute less than full remat.",
         "The host keeps up: it adds nothing to a step.",
     ]
     if names := sorted(schedule.unknown_loops):

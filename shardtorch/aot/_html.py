@@ -141,15 +141,18 @@ def _step_time(report: CompileReport) -> str:
         rows.append((f"others ({len(rest)})", {kind: sum(times[kind] for _, times in rest) for kind in parts}))
     order = ["forward", "backward", "update", ""]
     phases = sorted(_times_by(report, lambda item: item.origin.phase), key=lambda row: order.index(row[0]))
+    phases = [(name or "not known", times) for name, times in phases if sum(times.values()) > _LEAST * time.total]
     kinds = _times_by(report, lambda item: item.kind if isinstance(item, Collective) else item.category)
     return (
         f'<div class="legend">{legend}</div>{_bar(parts, time.total)}{fitted}'
         f'<div class="two"><div><h3>by module</h3>{_bars(rows, time.total)}</div>'
-        f"<div><h3>by phase</h3>{_bars([(name or 'not known', times) for name, times in phases], time.total)}"
+        f"<div><h3>by phase</h3>{_bars(phases, time.total)}"
         f"<h3>by kind of operation</h3>{_bars(sorted(kinds, key=_row_time)[::-1], time.total)}</div></div>"
     )
 
 
+_LEAST = 1e-6
+"""A share of the step that is worth a bar."""
 _Row = tuple[str, dict[str, float]]
 """A name, and the seconds that it adds to the step by kind of time."""
 

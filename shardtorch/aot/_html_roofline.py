@@ -1,10 +1,11 @@
 """The roofline: what each operation reaches of what the chip could do, on log-log axes, as SVG."""
 
 import math
+from dataclasses import replace
 from html import escape
 
 from shardtorch.aot._quantities import bytes_text, rate_text, seconds_text, share_text
-from shardtorch.aot._report import CompileReport, Operation
+from shardtorch.aot._report import CompileReport, Operation, StepTime
 
 _WIDTH, _HEIGHT = 760, 430
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 34, 18, 50
@@ -33,8 +34,10 @@ def render_roofline(report: CompileReport) -> str:
     """The roofs of a chip, and a dot for each operation with matrix products, as large as its time. Empty if none has.
 
     Its place is operational intensity (FLOP per byte of HBM) and the FLOP/s that the prediction amounts to, as in
-    Williams, Waterman and Patterson, "Roofline: an insightful visual performance model" (2009).
+    Williams, Waterman and Patterson, "Roofline: an insightful visual performance model" (2009). Times are those before
+    the fitted factor: it stands for what a run does otherwise than the program, and could lift a dot above the roof.
     """
+    report = _unfitted(report)
     shown = [item for item in report.operations if item.flops > 0 and item.bytes > 0 and item.seconds > 0]
     if not shown:
         return ""
@@ -141,6 +144,22 @@ def _short_rate(value: float) -> str:
     return f"{float(number.replace(',', '')):g} {unit}".strip()
 
 
+def _unfitted(report: CompileReport) -> CompileReport:
+    time = report.step_time
+    if time is None or time.efficiency == 1:
+        return report
+    factor = time.efficiency
+    step_time = StepTime(
+        time.compute * factor,
+        time.memory * factor,
+        time.communication * factor,
+        time.hidden_communication * factor,
+        1.0,
+    )
+    operations = tuple(replace(item, seconds=item.seconds * factor) for item in report.operations)
+    return replace(report, step_time=step_time, operations=operations)
+
+
 def _hover(item: Operation, report: CompileReport) -> str:
     rate, intensity = item.flops / item.seconds, item.flops / item.bytes
     lines = [
@@ -156,7 +175,7 @@ def _hover(item: Operation, report: CompileReport) -> str:
 
 def _note(report: CompileReport, shown: list[Operation]) -> str:
     others = [item for item in report.operations if item not in shown]
-    text = "A dot is an operation, its area the predicted time. Above it is what it could reach at most."
+    text = "A dot is an operation, its area the time the compiler estimates. Above it is what it could reach at most."
     if others:
         seconds, moved = sum(item.seconds for item in others), sum(item.bytes for item in others)
         rate = f", {rate_text(moved / seconds, 'B/s')} on average" if seconds else ""

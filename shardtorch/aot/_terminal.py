@@ -141,7 +141,7 @@ def _step_time(report: CompileReport, width: int) -> Iterable[RenderableType]:
     ]
     legend.append(Text(f"hidden communication {seconds_text(time.hidden_communication)}", style="dim"))
     if time.efficiency != 1:
-        legend.append(Text(f"fitted efficiency {time.efficiency:.2f}", style="dim"))
+        legend.append(Text(f"divided by {time.efficiency:.2f}, as fitted", style="dim"))
     yield Columns(legend, padding=(0, 3))
 
 
