@@ -7,7 +7,8 @@ Both have the same mesh, batch, shardings, rematerialization and attention kerne
 each in a process of its own. No TPU is needed. jax_llama.py is the other side.
 
 `cycles` adds up the compiler's own estimates, `predicted` is the walk through the schedule that shardtorch's report
-makes, and `exposed` the part of it in which a core waits for the network; all take loops as often as they run.
+makes, before its fitted factor, and `exposed` the part of it in which a core waits for the network; all take loops as
+often as they run.
 """
 
 import argparse

@@ -45,7 +45,7 @@ def _warning(use: NetworkUse, origin: Origin) -> str:
     what = operation.removeprefix("aten__")
     where = " at ".join(filter(None, (origin.module, origin.source))) or "the step"
     return (
-        f"the partitioner moves a value between devices for {what!r} in {where}, which no annotation asks for: "
+        f"the partitioner seems to move a value between devices for {what!r} in {where} on its own: "
         f"annotate what goes into it with mark_sharding, or its module's input or output in the plan."
     )
 
