@@ -83,9 +83,10 @@ def _start_libtpu(topology: SliceTopology | str, num_devices: int | None) -> Eng
         raise EngineUnavailableError(
             f"{topology} has {topology.num_devices} devices.", got=f"num_devices={num_devices}", fix="leave it out."
         )
-    from shardtorch.engine.libtpu import libtpu_version
+    from shardtorch.engine.libtpu import libtpu_version, prepare_environment
 
     libtpu_version()  # says what isn't installed before anything is built
+    prepare_environment()
     if _running is None or _running.name == "reference":
         from shardtorch.engine.torch_xla._start import check_environment, start_runtime
 

@@ -7,6 +7,8 @@ import dataclasses
 import importlib.util
 import json
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import run_python
+from processes import environment, run_python
 
 from shardtorch.aot._buffer_assignment import Program
 from shardtorch.aot._hlo import Module
@@ -30,7 +32,7 @@ SLICES = ["v4:2x2x1", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1", "2 x v5e
 
 @cache
 def graph(fn: Callable[..., Any], *shapes: tuple[int, ...]) -> bytes:
-    _compile._prepare_environment()
+    _compile.prepare_environment()
     import jax
 
     jax.config.update("jax_use_shardy_partitioner", False)
@@ -172,7 +174,7 @@ def test_the_private_symbols_are_where_they_were():
 )
 def test_devices_are_in_the_order_of_our_ids(name: str):
     topology = SliceTopology.parse(name)
-    _compile._prepare_environment()
+    _compile.prepare_environment()
     devices = _compile._devices(topology)
     assert len(devices) == topology.num_devices
     dims = len(topology.ici_shape)
@@ -311,6 +313,28 @@ def run(last: str, tmp_path: Path):
     folders = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
     program = PROGRAM.format(tests=folders[0], last=last)
     return run_python(f"import sys; sys.path.insert(0, {folders[1]!r})\n{program}", TMPDIR=str(tmp_path))
+
+
+KERNEL = """
+import os
+import torch
+import shardtorch as st
+from shardtorch.pallas import FlashAttention
+
+engine, mesh = st.start("libtpu", topology="v5e:2x4"), st.Mesh(fsdp=8)
+q = engine.zeros((8, 2, 128, 128), torch.bfloat16, st.NamedSharding(mesh, st.P("fsdp")))
+attend = FlashAttention(mesh, st.P("fsdp"), engine)
+print(len(engine.lower(lambda x: attend(x, x, x), [q], {}).hlo) > 0)
+print([name for name, value in os.environ.items() if "WARNING" in value])  # what nobody could be asked
+"""
+
+
+@pytest.mark.slow
+def test_lowering_a_kernel_says_nothing_either():
+    """In an environment that tells neither torch_xla nor jax what to look for."""
+    untold = {name: value for name, value in environment().items() if name not in ("PJRT_DEVICE", "JAX_PLATFORMS")}
+    done = subprocess.run([sys.executable, "-c", KERNEL], env=untold, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "True\n[]\n", "")
 
 
 @pytest.mark.slow

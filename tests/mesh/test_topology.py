@@ -170,9 +170,9 @@ def test_the_next_chip_along_a_dim_is_as_many_chips_away_as_the_dims_before_it_h
     ],
 )
 def test_devices_are_where_libtpu_has_them(text: str) -> None:
-    from shardtorch.engine.libtpu._compile import _devices, _prepare_environment
+    from shardtorch.engine.libtpu._compile import _devices, prepare_environment
 
-    _prepare_environment()
+    prepare_environment()
     topology = SliceTopology.parse(text)
     for device_id, device in enumerate(_devices(topology)):
         slice_index, place = topology.place(device_id)

@@ -115,7 +115,7 @@ def compile_for(
             f"{' and '.join(_DUMP)} are set here, to read what XLA dumps.", got=", ".join(taken), fix="leave it out."
         )
     libtpu = libtpu_version()
-    _prepare_environment()
+    prepare_environment()
     import jax
     from jax._src import compiler
     from jax._src.interpreters import mlir
@@ -196,7 +196,8 @@ def _buffer_assignment(dump: str) -> str:
     return base64.b64encode(files[0].read_bytes()).decode() if files else ""
 
 
-def _prepare_environment() -> None:
+def prepare_environment() -> None:
+    """Tells libtpu and jax that there is no TPU to look for; before jax is imported, which asks for one."""
     import libtpu
 
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else it asks for a metadata server
