@@ -310,7 +310,9 @@ def test_the_deadline_ends_the_workers(tmp_path: Path):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda how: how.name)
 def test_no_worker_outlives_the_search(tmp_path: Path, how: signal.Signals):
     program = (
-        "import test_search, rich.console, dataclasses, pathlib; from shardtorch.run._search import search; "
+        "import test_search, rich.console, dataclasses, pathlib, signal; from shardtorch.run._search import search; "
+        # Tests that run in the background of a shell inherit that it is ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "
         f"config = dataclasses.replace(test_search.TINY, cache=pathlib.Path({str(tmp_path)!r})); "
         "search(config, rich.console.Console(), compile=test_search.first_then_stuck)"
     )
@@ -324,7 +326,7 @@ def test_no_worker_outlives_the_search(tmp_path: Path, how: signal.Signals):
     try:
         wait_until(lambda: bool(workers_in(tmp_path)) and "tokens/s/chip" in shown.read_text())
         process.send_signal(how)
-        _, err = process.communicate()
+        _, err = process.communicate(timeout=120)
     finally:
         process.kill()
     out = shown.read_text()
